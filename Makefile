@@ -1,0 +1,35 @@
+# `make run` and `make test` need Python >= 3.11, git and make, and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.installed
+
+.PHONY: help run test check setup test-gpu clean
+
+help:            ## these lines
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+setup: $(DONE)   ## make .venv and install (done once; again only when pyproject.toml changes)
+
+$(DONE): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(DONE)
+
+run: setup       ## train a small language model with 2 learners on this machine
+	$(BIN)/diloco up
+
+test: setup      ## every test that needs no special hardware
+	$(BIN)/pytest
+
+check: setup     ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-gpu: setup  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+clean:           ## remove what make setup and the test tools made
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,246 @@
+"""All settings: frozen, keyword-only, checked when made, printed once. Names carry their unit.
+
+The syncer's `RunSettings` and `TaskSettings` are the only ones of a run: they travel in every Beat, so that a learner
+needs one address and cannot drift. The `...Config` classes below belong to one process on one machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_type_hints
+
+from .errors import Malformed, SettingError
+
+NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+DEFAULT_PORT = 5550
+CHUNK_BYTES = 2**20
+"""Payload bytes of one bulk message, at most."""
+MESSAGE_BYTES = CHUNK_BYTES + 2**16
+"""The largest message any socket takes: a chunk and its header."""
+BEAT_SECONDS = 1.0
+SILENT_BEATS = 3
+"""A peer not heard for so many beats is lost."""
+
+CodecName = Literal["f32", "bf16", "int8", "int4"]
+CODECS: tuple[CodecName, ...] = ("f32", "bf16", "int8", "int4")
+AdoptName = Literal["overwrite", "rebase", "mix"]
+ADOPTS: tuple[AdoptName, ...] = ("overwrite", "rebase", "mix")
+
+
+def check_name(what: str, name: str) -> str:
+    """`name` itself if it may name a run or a learner; SettingError otherwise."""
+    if not NAME_PATTERN.fullmatch(name):
+        raise SettingError(f"{what} {name!r} must match [a-z0-9][a-z0-9-]{{0,39}}: lower-case letters, digits, dashes")
+    return name
+
+
+def _positive(settings: object, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise SettingError(f"{flag(name)} must be greater than 0, not {getattr(settings, name)}")
+
+
+def _within(settings: object, name: str, low: float, high: float) -> None:
+    if not low <= getattr(settings, name) <= high:
+        raise SettingError(f"{flag(name)} must lie between {low} and {high}, not {getattr(settings, name)}")
+
+
+def flag(name: str) -> str:
+    """How a setting is written on the command line: `sync_every` -> `--sync-every`."""
+    return "--" + name.replace("_", "-")
+
+
+class FromMap:
+    """Settings that travel as a plain map and are checked on arrival like at the command line."""
+
+    def to_map(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @classmethod
+    def from_map(cls, rows: Mapping[str, object]) -> Self:
+        """Malformed if a key is missing, unknown, or has a value of another type or out of its range."""
+        hints = get_type_hints(cls)
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        if sorted(rows) != sorted(names):
+            raise Malformed("settings", f"expected exactly {', '.join(names)}")
+        values = {}
+        for name in names:
+            value, hint = rows[name], hints[name]
+            kinds = (float, int) if hint is float else (hint,) if hint in (int, str, bool) else (str,)
+            if isinstance(value, bool) != (hint is bool) or not isinstance(value, kinds):
+                raise Malformed("settings", f"{name} has the wrong type")
+            values[name] = float(value) if hint is float else value  # type: ignore[arg-type]
+        try:
+            return cls(**values)
+        except SettingError as wrong:
+            raise Malformed("settings", str(wrong)) from wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(FromMap):
+    """The algorithm's settings (paper sections 1-4); everybody in a run has the same, from the syncer."""
+
+    run: str = "run"
+    """Name of the run: topics, Redis keys and the run's folder begin with it."""
+    seed: int = 0
+    """Model init = f(seed); data stream = f(seed, name, incarnation); validation windows = f(seed)."""
+    steps: int = 600
+    """T, in global steps. A global step lasts as long as a typical learner's inner step."""
+    quorum: int = 1
+    """K: below so many answers nothing is merged. Never lowered by itself."""
+    grace_seconds: float = 10.0
+    """Upper limit of the adaptive grace window once the quorum is in. 0 = close at the quorum."""
+    gamma: float = 0.8
+    """Share of the slack that the grace window may use (equation 3), below 1."""
+    sync_every: int = 24
+    """H, in global steps: each fragment is merged once in so many."""
+    fragments: int = 0
+    """P. 0 = as many as sync_every, but at most one a tensor."""
+    overlap: int = 2
+    """tau: calls that may be open at the same time; smaller than the number of fragments, 1 if there is just one."""
+    codec_up: CodecName = "int4"
+    codec_down: CodecName = "int4"
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    """Nesterov momentum of the outer step. 0 = none. Above 0 it wants at least 100 rounds a fragment."""
+    adopt: AdoptName = "overwrite"
+    """overwrite: theta <- Theta. rebase: a contributor keeps what it did since its capture. mix: Streaming's blend."""
+    mix_alpha: float = 0.5
+    """Share of its own parameters that a learner keeps with adopt = mix."""
+    checkpoint_every: int = 100
+    """Global steps between two checkpoints of the syncer. 0 = at the end only."""
+
+    def __post_init__(self) -> None:
+        check_name("--run", self.run)
+        _positive(self, "steps", "quorum", "sync_every", "overlap", "outer_lr")
+        _within(self, "seed", 0, 2**53 - 1)
+        _within(self, "steps", 1, 2**40)
+        _within(self, "quorum", 1, 10_000)
+        _within(self, "sync_every", 1, 1_000_000)
+        _within(self, "fragments", 0, 100_000)
+        _within(self, "grace_seconds", 0, 86_400)
+        _within(self, "outer_lr", 0, 100)
+        _within(self, "outer_momentum", 0, 0.999)
+        _within(self, "mix_alpha", 0, 1)
+        _within(self, "checkpoint_every", 0, 2**40)
+        if not 0 < self.gamma < 1:
+            raise SettingError(f"--gamma must lie between 0 and 1, both excluded, not {self.gamma}")
+        for name, allowed in (("codec_up", CODECS), ("codec_down", CODECS), ("adopt", ADOPTS)):
+            if getattr(self, name) not in allowed:
+                raise SettingError(f"{flag(name)} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.fragments:
+            check_schedule(self.sync_every, self.fragments, self.overlap)
+
+    def resolved_overlap(self, fragments: int) -> int:
+        """tau for a plan of `fragments` parts: 1 where a plan has one fragment."""
+        return 1 if fragments == 1 else min(self.overlap, fragments - 1)
+
+
+def check_schedule(sync_every: int, fragments: int, overlap: int) -> None:
+    """SettingError unless every fragment can be called equally often: tau < P <= H, or P = 1 with tau = 1."""
+    if fragments > sync_every:
+        raise SettingError(
+            f"--fragments {fragments} is more than --sync-every {sync_every}: "
+            "some fragment would never be synchronised; lower --fragments or raise --sync-every"
+        )
+    if fragments == 1 and overlap != 1:
+        raise SettingError(f"--fragments 1 goes with --overlap 1, not {overlap}")
+    if fragments > 1 and overlap >= fragments:
+        raise SettingError(f"--overlap {overlap} must be smaller than --fragments {fragments}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings(FromMap):
+    """What the built-in learner trains: a byte-level decoder-only transformer on text."""
+
+    layers: int = 4
+    width: int = 128
+    """Channels of the residual stream; a multiple of 32 (heads have 32 channels)."""
+    sequence_length: int = 128
+    """Bytes that one sequence predicts."""
+    batch_sequences: int = 8
+    """Sequences in one inner step of one learner."""
+    inner_lr: float = 3e-3
+    """Peak learning rate of the inner AdamW; warm-up and decay follow the global step."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "layers", "width", "sequence_length", "batch_sequences", "inner_lr")
+        _within(self, "layers", 1, 256)
+        _within(self, "width", 32, 65_536)
+        _within(self, "sequence_length", 1, 65_536)
+        _within(self, "batch_sequences", 1, 65_536)
+        if self.width % 32:
+            raise SettingError(f"--width must be a multiple of 32, not {self.width}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_sequences * self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerConfig:
+    """One broker process: four consecutive ports on one interface."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on. Beyond loopback only with `insecure`."""
+    port: int = DEFAULT_PORT
+    """The first of four consecutive ports: control in, control out, bulk in, bulk out."""
+    queue_mib: int = 256
+    """Upper limit, in MiB, of what the broker keeps for one receiver that does not read."""
+    insecure: bool = False
+    """Listen beyond loopback although nobody proves who he is."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "queue_mib")
+        _within(self, "port", 1, 65_532)
+        if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
+            raise SettingError(
+                f"--host {self.host} is reachable from other machines and nobody has to prove who he is; "
+                "listen on 127.0.0.1, or say --insecure on a network that you trust"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncerConfig:
+    """One syncer process."""
+
+    settings: RunSettings
+    task: TaskSettings | None
+    """None where learners bring their own model (the API)."""
+    broker: str
+    """tcp://HOST:PORT"""
+    directory: Path
+    """The run's folder; the syncer keeps `global/` in it: version 0 and checkpoints."""
+    redis: str | None = None
+    """URL of Redis or Valkey; None = no registry."""
+    init: Path | None = None
+    """A safetensors file that version 0 comes from, instead of from the first learner."""
+    data_hash: str = ""
+    """sha256 of the run's text; compared with what each learner says."""
+    drain_seconds: float = 30.0
+    """How long the end of a run waits for answers, and again for acknowledgements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """One learner process, or one join() from a user's script."""
+
+    broker: str
+    name: str
+    run: str = ""
+    """'' = the one run heard on the broker."""
+    join_timeout_seconds: float = 60.0
+    """How long a join may take before PeerLost; the learner says every few seconds what it waits for."""
+    orphan_timeout_seconds: float = 600.0
+    """Without any beat for so long, the learner saves its parameters and stops (exit code 5)."""
+    directory: Path | None = None
+    """Where an orphan saves; None = the working directory."""
+
+    def __post_init__(self) -> None:
+        check_name("--name", self.name)
+        if self.run:
+            check_name("--run", self.run)
+        _positive(self, "join_timeout_seconds", "orphan_timeout_seconds")
