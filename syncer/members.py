@@ -1,0 +1,142 @@
+"""Who is here. Pure: every call is told the time; lifetimes run on the syncer's own steady clock.
+
+    hello -> (wait | refused | joined) -> live <-> stalled (alive, but no steps) ; silent for 3 beats -> lost -> live again
+    goodbye -> left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Literal
+
+from ..common.config import BEAT_SECONDS, SILENT_BEATS
+from ..common.wire import Alive
+from .ledger import Who
+
+State = Literal["live", "stalled", "lost", "left"]
+SILENCE_SECONDS = SILENT_BEATS * BEAT_SECONDS
+STALL_FACTOR = 10
+"""A learner without a step for so many of its usual ones is stalled, but never sooner than SILENCE_SECONDS."""
+REMEMBERED = 256
+"""Names that left or were lost and are still listed; the oldest are forgotten first."""
+
+
+@dataclass
+class Member:
+    """One learner as the syncer sees it; `alive` is its last report."""
+
+    name: str
+    incarnation: int
+    joined_at: float
+    heard_at: float
+    state: State = "live"
+    host: str = ""
+    device: str = ""
+    pid: int = 0
+    alive: Alive | None = None
+    rejected: int = 0
+    rejected_in_a_row: int = 0
+
+    @property
+    def who(self) -> Who:
+        return self.name, self.incarnation
+
+    @property
+    def step_seconds(self) -> float:
+        """0 until one step after its join was timed."""
+        return self.alive.step_seconds if self.alive else 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.alive.tokens if self.alive else 0
+
+
+@dataclass
+class Members:
+    """All members by name, and who waits for a name that is held."""
+
+    by_name: dict[str, Member] = field(default_factory=dict)
+    _waiting: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def get(self, who: Who) -> Member | None:
+        """The member of this name and incarnation."""
+        member = self.by_name.get(who[0])
+        return member if member is not None and member.incarnation == who[1] else None
+
+    def live(self) -> list[Member]:
+        """Heard within 3 beats, in order of names; stalled ones included."""
+        return [m for _, m in sorted(self.by_name.items()) if m.state in ("live", "stalled")]
+
+    def awaited(self) -> list[Member]:
+        """Whom a round waits for: live, not stalled, and past its first timed step."""
+        return [m for m in self.live() if m.state == "live" and m.step_seconds > 0]
+
+    def admit(self, name: str, incarnation: int, now: float) -> Literal["welcome", "wait", "refused"]:
+        """May this incarnation have `name`? A held name frees itself when its holder is silent for 3 beats."""
+        holder = self.by_name.get(name)
+        free = holder is None or holder.incarnation == incarnation or holder.state in ("left", "lost")
+        if holder is None or free or now - holder.heard_at >= SILENCE_SECONDS:
+            self._waiting.pop(name, None)
+            return "welcome"
+        if len(self._waiting) > REMEMBERED:
+            self._waiting.clear()
+        waiting, since = self._waiting.get(name, (incarnation, now))
+        if waiting != incarnation:
+            since = now
+        self._waiting[name] = (incarnation, since)
+        return "refused" if holder.heard_at > since else "wait"
+
+    def join(self, name: str, incarnation: int, now: float) -> tuple[Member, Member | None]:
+        """Enter (or find again) a member; also the former holder of the name if another incarnation had it."""
+        former = self.by_name.get(name)
+        if former is not None and former.incarnation == incarnation:
+            former.heard_at, former.state = now, "live"
+            return former, None
+        member = Member(name, incarnation, joined_at=now, heard_at=now)
+        self.by_name[name] = member
+        return member, former
+
+    def heard(self, alive: Alive, now: float) -> Member | None:
+        """Take a report; None if the sender is no member. A lost one that is heard again is live again."""
+        member = self.get((alive.name, alive.incarnation))
+        if member is None or member.state == "left":
+            return None
+        if member.alive is not None and (alive.tokens < member.alive.tokens or alive.local_steps < member.alive.local_steps):
+            return member  # an older report overtaken by a newer one: counters never go back
+        member.alive, member.heard_at = alive, now
+        ema = alive.step_seconds
+        stalled = ema > 0 and alive.last_step_age_seconds > max(STALL_FACTOR * ema, SILENCE_SECONDS)
+        member.state = "stalled" if stalled else "live"
+        return member
+
+    def leave(self, who: Who) -> Member | None:
+        member = self.get(who)
+        if member is not None:
+            member.state = "left"
+        return member
+
+    def silent(self, now: float) -> list[Member]:
+        """Members that became lost just now."""
+        gone = [m for m in self.live() if now - m.heard_at >= SILENCE_SECONDS]
+        for member in gone:
+            member.state = "lost"
+        return gone
+
+    def forget_oldest(self) -> list[Member]:
+        """Members that ended and are too many to remember; they are removed from the list."""
+        ended = sorted((m for m in self.by_name.values() if m.state in ("left", "lost")), key=lambda m: m.heard_at)
+        removed = ended[: max(0, len(ended) - REMEMBERED)]
+        for member in removed:
+            del self.by_name[member.name]
+        return removed
+
+    def typical_step_seconds(self) -> float:
+        """Lower median of the awaited learners' EMAs; 0 while nobody has one."""
+        emas = [m.step_seconds for m in self.awaited()]
+        return median_low(emas) if emas else 0.0
+
+    def slowest_step_seconds(self, *, within: float) -> float:
+        """The slowest awaited learner's EMA among those at most `within` times the typical one."""
+        limit = within * self.typical_step_seconds()
+        return max((m.step_seconds for m in self.awaited() if m.step_seconds <= limit), default=0.0)
