@@ -1,14 +1,14 @@
 """The tree of errors. Each says in one sentence what happened, to whom, and what to do.
 
-    DilocoError
-    ├── SettingError       a setting, file or argument is wrong; found before anything starts     exit code 2
-    ├── Refused            the syncer does not take this learner, and says why                    exit code 2
-    ├── PeerLost           nobody answers at an address                                           exit code 3
-    ├── Superseded         another syncer with a higher epoch serves this run                     exit code 4
-    ├── Orphaned           no beat for --orphan-timeout; the learner has saved and stops          exit code 5
-    ├── SaveFailed         the run ended, but its last checkpoint could not be written            exit code 6
-    ├── Diverged           a learner's own loss or parameters are no longer finite                exit code 7
-    └── Malformed          a message or file is not what it says it is; counted, never fatal
+DilocoError
+├── SettingError       a setting, file or argument is wrong; found before anything starts     exit code 2
+├── Refused            the syncer does not take this learner, and says why                    exit code 2
+├── PeerLost           nobody answers at an address                                           exit code 3
+├── Superseded         another syncer with a higher epoch serves this run                     exit code 4
+├── Orphaned           no beat for --orphan-timeout; the learner has saved and stops          exit code 5
+├── SaveFailed         the run ended, but its last checkpoint could not be written            exit code 6
+├── Diverged           a learner's own loss or parameters are no longer finite                exit code 7
+└── Malformed          a message or file is not what it says it is; counted, never fatal
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where every reported token went, per (learner, incarnation, fragment): reported = merged + pending + lost, in integers.
+"""Where every reported token went: reported = merged + pending + lost, in integers, for every fragment.
 
-The books are kept from the half-open intervals [from, to) of the learner's own cumulative counter that each Delta
+Kept per (learner, incarnation, fragment) from the half-open intervals [from, to) of the learner's own cumulative counter that each Delta
 states. An interval that begins before the end of the last merged one would count progress twice and is refused;
 a gap between them is progress that an adoption overwrote, and is lost. Totals weight fragments by their parameters.
 """
@@ -106,7 +106,7 @@ class Ledger:
         }
 
     def load_json(self, rows: dict[str, Any]) -> None:
-        self._books = {(n, i): _Book(reported, list(mark), list(merged)) for n, i, reported, mark, merged in rows["books"]}
+        self._books = {(n, i): _Book(told, list(mark), list(merged)) for n, i, told, mark, merged in rows["books"]}
         self._closed = {name: Account(*row) for name, row in rows["closed"].items()}
 
     def _book(self, who: Who) -> _Book:

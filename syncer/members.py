@@ -1,7 +1,8 @@
 """Who is here. Pure: every call is told the time; lifetimes run on the syncer's own steady clock.
 
-    hello -> (wait | refused | joined) -> live <-> stalled (alive, but no steps) ; silent for 3 beats -> lost -> live again
-    goodbye -> left
+hello -> (wait | refused | joined) -> live <-> stalled (alive, but no steps)
+silent for 3 beats -> lost, and live again when heard
+goodbye -> left
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Members:
         member = self.get((alive.name, alive.incarnation))
         if member is None or member.state == "left":
             return None
-        if member.alive is not None and (alive.tokens < member.alive.tokens or alive.local_steps < member.alive.local_steps):
+        last = member.alive
+        if last is not None and (alive.tokens < last.tokens or alive.local_steps < last.local_steps):
             return member  # an older report overtaken by a newer one: counters never go back
         member.alive, member.heard_at = alive, now
         ema = alive.step_seconds
