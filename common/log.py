@@ -1,0 +1,190 @@
+"""Events of one process: one JSON line each into a file, one short line each on the terminal.
+
+    log = get_logger("syncer")
+    log.info("delta_taken", fragment=3, learner="a", slot=41, seconds=0.018)
+
+    {"ts":"2026-01-31T12:00:01.018Z","level":"info","process":"syncer","event":"delta_taken","fragment":3,...}
+    12:00:01 syncer delta_taken fragment=3 learner=a slot=41 seconds=0.018
+
+Whatever stands in a name or a value, one event is one line: control characters are escaped, the JSON is pure ASCII.
+structlog's global settings are left alone, since `join()` runs inside somebody else's program.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping, MutableMapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+from structlog.typing import FilteringBoundLogger
+
+from .errors import SettingError
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_OWN_FIELDS = ("ts", "level", "process", "event")
+
+
+def configure(process: str, *, json_file: Path | None = None, level: str = "info", terminal: bool = True) -> None:
+    """Say who we are and where events go; until then they go to the terminal under the logger's own name.
+
+    Loggers made earlier follow. A second call replaces the first one's outputs. `terminal` is stderr. SettingError if
+    the level is unknown or the file cannot be opened for appending (its folder is made).
+    """
+    if level not in LEVELS:
+        raise SettingError(f"--log-level must be one of {', '.join(LEVELS)}, not {level!r}")
+    file = None if json_file is None else _LineFile(json_file)
+    old, _outputs.file = _outputs.file, file
+    _outputs.process, _outputs.threshold, _outputs.terminal = process, LEVELS[level], terminal
+    if old is not None:
+        old.close()
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """The logger of one part of a process; `name` appears as field `part` where it is not the process's own name."""
+    wrapped = structlog.wrap_logger(
+        _outputs,
+        processors=[_drop_below_level, structlog.processors.format_exc_info, _complete],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.NOTSET),
+        cache_logger_on_first_use=True,
+        part=name,
+    )
+    return cast("FilteringBoundLogger", wrapped)
+
+
+class _LineFile:
+    """A file of whole lines: each is handed to the system at once, so that a killed process loses none."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as wrong:
+            raise SettingError(f"cannot write the log file {path}: {wrong.strerror}") from wrong
+        self._torn = False
+        self._failing = False
+
+    def write(self, line: str) -> None:
+        """Append the line. A full disk costs lines, never the process; it is told on stderr once, until it works."""
+        rest = (("\n" if self._torn else "") + line + "\n").encode("ascii", "backslashreplace")
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as wrong:
+            self._torn = True
+            if not self._failing:
+                _to_terminal(f"the log file cannot be written: {wrong.strerror}; events are lost until it can")
+            self._failing = True
+        else:
+            self._torn = self._failing = False
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Outputs:
+    """Where finished events go. Loggers share the one instance, so that `configure` reaches those made before it."""
+
+    def __init__(self) -> None:
+        self.process = ""
+        self.threshold = LEVELS["info"]
+        self.terminal = True
+        self.file: _LineFile | None = None
+        self._lock = threading.Lock()
+
+    def msg(self, **event: Any) -> None:
+        with self._lock:
+            if self.file is not None:
+                self.file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
+            if self.terminal:
+                _to_terminal(_human_line(event))
+
+    debug = info = warning = error = critical = msg
+
+
+_outputs = _Outputs()
+
+
+def _drop_below_level(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if LEVELS.get(method, LEVELS["error"]) < _outputs.threshold:
+        raise structlog.DropEvent
+    return event
+
+
+def _complete(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The event's own fields first and in order; a caller's field of the same name gets a trailing underscore."""
+    part = event.pop("part", "")
+    process = _outputs.process or part
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    whole: dict[str, Any] = {
+        "ts": now,
+        "level": method if method in LEVELS else "error",
+        "process": process,
+        "event": str(event.pop("event", "")),
+    }
+    if part and part != process:
+        whole["part"] = part
+    for key, value in event.items():
+        whole[f"{key}_" if key in _OWN_FIELDS or key == "part" else key] = _plain(value)
+    return whole
+
+
+def _plain(value: Any) -> Any:
+    """`value` in terms of JSON; anything else as its text, and so are nan and infinity, which JSON does not have."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(inner) for inner in value]
+    return str(value)
+
+
+def _human_line(event: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in event.items() if key not in _OWN_FIELDS}
+    traceback = rest.pop("exception", None)
+    words = [datetime.now().astimezone().strftime("%H:%M:%S"), _printable(event["process"])]
+    if LEVELS[event["level"]] > LEVELS["info"]:
+        words.append(event["level"].upper())
+    words.append(_printable(event["event"]))
+    words += [f"{_printable(key)}={_human_value(value)}" for key, value in rest.items()]
+    line = " ".join(words)
+    if isinstance(traceback, str):
+        line += "".join(f"\n    {_printable(row)}" for row in traceback.splitlines())
+    return line
+
+
+def _human_value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str):
+        bare = value and not any(c in ' "=\\' for c in value)
+        return _printable(value) if bare else '"' + _printable(value).replace('"', r"\"") + '"'
+    return _printable(json.dumps(value, ensure_ascii=False))
+
+
+def _printable(text: str) -> str:
+    """`text` without anything that moves the cursor, ends the line or turns the writing's direction."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _to_terminal(line: str) -> None:
+    stream = sys.stderr
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    try:
+        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError, AttributeError):
+        # The terminal is gone (closed, or its reader has left): the file still has the line, and training goes on.
+        return
