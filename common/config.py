@@ -102,8 +102,11 @@ class RunSettings(FromMap):
     overlap: int = 2
     """tau: calls that may be open at the same time; smaller than the number of fragments, 1 if there is just one."""
     codec_up: CodecName = "int4"
+    """How learners send their progress. int4 takes half a byte a parameter, f32 four."""
     codec_down: CodecName = "int4"
+    """How merged fragments are sent. int4 takes half a byte a parameter, f32 four."""
     outer_lr: float = 1.0
+    """Learning rate of the outer step. 1 = the global model moves to the merged one."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer step. 0 = none. Above 0 it wants at least 100 rounds a fragment."""
     adopt: AdoptName = "overwrite"
