@@ -149,7 +149,7 @@ def test_a_terminal_that_is_gone_or_narrow_stops_nobody(tmp_path: Path, monkeypa
     for stream in (closed, None, narrow):
         monkeypatch.setattr(sys, "stderr", stream)
         get_logger("syncer").info("event", name="模型")
-    assert rb"name=\u6a21\u578b" in narrow.buffer.getvalue()  # type: ignore[attr-defined]
+    assert rb"name=\u6a21\u578b" in narrow.buffer.getvalue()
     assert len(events(tmp_path / "a")) == 3
 
 
