@@ -1,0 +1,86 @@
+"""How many outer gradients become one (paper section 3): the weight of each, and weighted RDA tensor by tensor.
+
+RDA averages directions and norms apart, so that M nearly orthogonal outer gradients of norm R give one of norm R,
+where the plain mean gives R / sqrt(M). Nothing here keeps state, and sums run in the order given: callers sort the
+contributors by (name, incarnation), which makes the result independent of who arrived first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..common.codec import slabs
+from ..common.errors import Malformed
+from ..common.fragments import SMALL_TENSOR, Fragment, Slot
+
+CANCELLED = 1e-6
+"""A sum of unit vectors shorter than this share of the sum of weights has no direction to speak of."""
+
+
+def token_weight(tokens: int, steps: int) -> float:
+    """w = c_tokens * (c_tokens / c_steps), "quantity x quality" (paper section 3). No steps weigh nothing."""
+    return tokens * tokens / steps if steps else 0.0
+
+
+@torch.no_grad()
+def merge(fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """One outer gradient out of several: a new flat vector of the fragment's length, zero in the holes between tensors.
+
+    deltas: flat f32 or f64 vectors, finite; the result is f64 if one of them is. weights: >= 0; who weighs nothing is
+    left out, and if that leaves one, the result is its delta bit for bit. Malformed ("weights") if nobody weighs
+    anything or a weight is negative or not finite.
+    """
+    if len(deltas) != len(weights) or any(len(delta) != fragment.length for delta in deltas):
+        raise ValueError(f"{len(deltas)} deltas, {len(weights)} weights: each delta has {fragment.length} elements")
+    if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
+        raise Malformed("weights", f"{len(weights)} contributors weigh {sum(weights)} together")
+    present = [(delta, weight) for delta, weight in zip(deltas, weights, strict=True) if weight > 0]
+    total = math.fsum(weight for _, weight in present)
+    shares = [weight / total for _, weight in present]
+    dtype = torch.float64 if any(delta.dtype == torch.float64 for delta, _ in present) else torch.float32
+    merged = torch.zeros(fragment.length, dtype=dtype, device=present[0][0].device)
+    for slot in fragment.slots:
+        views = [delta[slot.offset : slot.stop] for delta, _ in present]
+        _merge_tensor(slot, merged[slot.offset : slot.stop], views, shares)
+    return merged
+
+
+def _merge_tensor(slot: Slot, out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
+    if len(views) == 1:
+        out.copy_(views[0])
+    elif slot.tensor.merge == "mean" or slot.tensor.numel < SMALL_TENSOR:
+        _combine(out, views, shares)
+    else:
+        _merge_directions(out, views, shares)
+
+
+def _merge_directions(out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
+    """Weighted RDA: (sum w_i |v_i| / sum w_i) * phi(sum w_i phi(v_i) / sum w_i), with phi(0) = 0."""
+    norms = [norm(view) for view in views]
+    _combine(out, views, [share / n if n else 0.0 for share, n in zip(shares, norms, strict=True)])
+    length = norm(out)
+    if length < CANCELLED:
+        _combine(out, views, shares)
+        return
+    radius = math.fsum(share * n for share, n in zip(shares, norms, strict=True))
+    out.mul_(radius / length)
+
+
+def _combine(out: Tensor, views: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """out <- sum of factor_i * view_i, in the order given; a slab at a time, so that `out` stays in the cache."""
+    for part in slabs(out):
+        torch.mul(views[0][part], factors[0], out=out[part])
+        for view, factor in zip(views[1:], factors[1:], strict=True):
+            out[part].add_(view[part], alpha=factor)
+
+
+def norm(vector: Tensor) -> float:
+    """Euclidean norm of a flat vector, right for every finite f32 value, however large or small."""
+    squares = math.fsum(float(torch.dot(vector[part], vector[part])) for part in slabs(vector))
+    if vector.dtype == torch.float32 and not 1e-24 < squares < math.inf:  # squares left the range of f32
+        squares = math.fsum(float(wide.dot(wide)) for wide in (vector[part].double() for part in slabs(vector)))
+    return math.sqrt(squares)

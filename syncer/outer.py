@@ -1,0 +1,29 @@
+"""The outer optimizer (paper section 3): SGD with Nesterov momentum on merged outer gradients, fragment by fragment."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.codec import slabs
+
+
+@torch.no_grad()
+def outer_step(start: Tensor, delta: Tensor, momentum: Tensor | None, lr: float, mu: float) -> Tensor:
+    """Where the outer step leads: b <- mu b + d; start - lr (d + mu b), as a new flat f32 vector.
+
+    start: flat f32 (the public fragment plus what its encoding left over). delta: flat f32 or f64, the merged
+    anchor - theta, which points uphill like a gradient. momentum: flat f32, updated in place; None with mu = 0. A f64
+    delta is worked on in f64 and rounded once, so that lr 1 without momentum gives a lone learner's parameters back.
+    """
+    if momentum is None and mu:
+        raise ValueError(f"outer momentum {mu} needs a momentum vector")
+    target = torch.empty_like(start, dtype=torch.float32)
+    for part in slabs(start):
+        step = delta[part]
+        if momentum is not None:
+            velocity = momentum[part].to(delta.dtype).mul(mu).add_(step)
+            momentum[part] = velocity
+            step = step.add(velocity, alpha=mu)
+        target[part] = start[part].to(delta.dtype).sub(step, alpha=lr)
+    return target
