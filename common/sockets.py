@@ -1,0 +1,323 @@
+"""The sockets of learners and syncer: everyone connects, only the broker binds. ZeroMQ sockets belong to one thread.
+
+A socket comes back after an outage only while its program uses it: subscriptions are sent again when the program polls
+the socket, not before. So a link's own thread polls all of its sockets all the time, whatever the training thread does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket as network
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import zmq
+
+from .config import DEFAULT_PORT, MESSAGE_BYTES
+from .errors import Malformed, SettingError
+from .wire import MAX_COUNT, Message, decode, encode
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+CONTROL_MESSAGES = 10_000
+"""Water mark of the control plane, in messages, at every socket."""
+LINGER_SECONDS = 2.0
+"""How long closing may take to hand what was sent to a broker that is there. An absent one is not waited for."""
+HEARTBEAT_SECONDS = 5.0
+SILENCE_SECONDS = 60.0
+"""A connection on which nothing came for so long, not even a heartbeat, is closed and what waits for it is freed."""
+UNNUMBERED = frozenset({"welcome", "keyframe"})
+"""Kinds that not everybody receives; their `sequence` stays 0."""
+SENDERS_REMEMBERED = 65_536
+"""Receivers count gaps of so many (sender, kind); the one not heard for longest is forgotten, if names are invented."""
+REJECTED_A_CALL = 64
+"""`Downlink.receive` skips so many malformed messages at a time, so that a flood of them cannot hold its caller."""
+SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"
+HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Address:
+    """The one address that everybody needs: the broker's host and the first of its four consecutive ports.
+
+    >>> Address.parse("tcp://[::1]:5550").bulk_out
+    'tcp://[::1]:5553'
+    """
+
+    host: str
+    """A name, an IPv4 or an IPv6 address, without brackets."""
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The address in `tcp://HOST:PORT`; SettingError if that is not what it is."""
+        wrong = SettingError(
+            f"the broker's address {text[:200]!r} must look like tcp://HOST:{DEFAULT_PORT} (IPv6: tcp://[::1]:{DEFAULT_PORT})"
+        )
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname or "", parts.port
+        except ValueError as cause:
+            raise wrong from cause
+        if parts.scheme != "tcp" or parts.netloc.rpartition("@")[1] or text != f"{parts.scheme}://{parts.netloc}":
+            raise wrong
+        if port is None or not (HOST_PATTERN.fullmatch(host) or is_ipv6(host)):
+            raise wrong
+        if not 1 <= port <= 65_532:
+            raise SettingError(f"the broker's port must lie between 1 and 65532, not {port}: it takes four in a row")
+        return cls(host, port)
+
+    @property
+    def control_in(self) -> str:
+        return self._endpoint(0)
+
+    @property
+    def control_out(self) -> str:
+        return self._endpoint(1)
+
+    @property
+    def bulk_in(self) -> str:
+        return self._endpoint(2)
+
+    @property
+    def bulk_out(self) -> str:
+        return self._endpoint(3)
+
+    def __str__(self) -> str:
+        return self._endpoint(0)
+
+    def _endpoint(self, offset: int) -> str:
+        return f"tcp://{f'[{self.host}]' if is_ipv6(self.host) else self.host}:{self.port + offset}"
+
+
+def is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def free_ports(host: str = "127.0.0.1") -> int:
+    """The first of four consecutive ports that nobody on this machine listens on now; bind them soon."""
+    for _ in range(100):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            first = _listen(held, host, 0)
+            if first <= 65_532:
+                for offset in range(1, 4):
+                    _listen(held, host, first + offset)
+                return first
+    raise SettingError(f"no four consecutive ports are free on {host}; free some, or name the first with --port")
+
+
+def _listen(held: contextlib.ExitStack, host: str, port: int) -> int:
+    family = network.AF_INET6 if is_ipv6(host) else network.AF_INET
+    listener = held.enter_context(network.socket(family, network.SOCK_STREAM))
+    listener.bind((host, port))
+    return int(listener.getsockname()[1])
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE_BYTES) -> None:
+    """Set every option that all sockets share, the broker's too. To be called before connect or bind."""
+    options = {
+        zmq.SNDHWM: hwm_messages,
+        zmq.RCVHWM: hwm_messages,
+        zmq.LINGER: int(LINGER_SECONDS * 1000),
+        zmq.HEARTBEAT_IVL: int(HEARTBEAT_SECONDS * 1000),
+        zmq.HEARTBEAT_TIMEOUT: int(SILENCE_SECONDS * 1000),
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 2000,
+        zmq.IPV6: 1,
+        zmq.MAXMSGSIZE: message_bytes,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connect, over IPv4 where the host has such an address, else over IPv6.
+
+    libzmq tries one address only, and with IPv6 on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not.
+    A name that nobody knows yet is asked for again at each attempt.
+    """
+    parts = urlsplit(endpoint)
+    try:
+        network.getaddrinfo(parts.hostname, parts.port, network.AF_INET, network.SOCK_STREAM)
+    except OSError:
+        socket.setsockopt(zmq.IPV6, 1)
+    else:
+        socket.setsockopt(zmq.IPV6, 0)
+    socket.connect(endpoint)
+
+
+# --- sending ---------------------------------------------------------------------------------------------------------
+class Uplink:
+    """Publishes to one plane of the broker, and knows whether the broker is listening.
+
+    An XPUB instead of a PUB: it hands over the broker's own subscription, which proves that what is sent from now on
+    arrives there. When the connection breaks, the subscription is withdrawn, with all that still waited to be sent.
+    """
+
+    def __init__(self, context: Context, endpoint: str, *, hwm_messages: int) -> None:
+        self.socket: Socket = context.socket(zmq.XPUB)
+        configure(self.socket, hwm_messages=hwm_messages)
+        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)
+        self.socket.setsockopt(zmq.XPUB_NODROP, 1)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # without it a broken connection withdraws nothing
+        connect(self.socket, endpoint)
+        self.bytes_sent = 0
+        self._subscriptions = 0
+        self._numbers: Counter[str] = Counter()
+
+    @property
+    def proven(self) -> bool:
+        """The broker's subscription was read and not withdrawn since."""
+        return self._subscriptions > 0
+
+    def read_subscriptions(self) -> None:
+        """Take what the broker says. To be called whenever the socket polls readable; `send` does it as well."""
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            frame = self.socket.recv(zmq.NOBLOCK)
+            if frame == SUBSCRIBE:
+                self._subscriptions += 1
+            elif frame == UNSUBSCRIBE:
+                self._subscriptions = max(0, self._subscriptions - 1)
+
+    def send(self, message: Message) -> bool:
+        """Number and send `message`; False, and nothing was sent, where no broker listens or the water mark is reached.
+
+        After False try again at a later turn of the loop: there is no event to poll for. Payloads are copied, so that
+        whoever owns the buffer may write to it at once. SettingError for a message that no socket would take.
+        """
+        self.read_subscriptions()
+        if not self.proven:
+            return False
+        if message.KIND not in UNNUMBERED:
+            message = replace(message, sequence=self._numbers[message.KIND] + 1)
+        frames = encode(message)
+        size = sum(len(frame) for frame in frames)
+        if size > MESSAGE_BYTES:
+            raise SettingError(f"a {message.KIND} of {size} bytes cannot be sent: {MESSAGE_BYTES} are the most")
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._numbers[message.KIND] = message.sequence
+        self.bytes_sent += size
+        return True
+
+    def close(self) -> None:
+        """Give the socket up; what was sent still goes out for LINGER_SECONDS while the context is closed."""
+        self.socket.close()
+
+
+# --- receiving -------------------------------------------------------------------------------------------------------
+class Downlink:
+    """Receives from one plane of the broker what was subscribed to, checked, and counts what is missing."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        *,
+        hwm_messages: int,
+        on_malformed: Callable[[bytes, Malformed], Any] | None = None,
+    ) -> None:
+        self.socket: Socket = context.socket(zmq.SUB)
+        configure(self.socket, hwm_messages=hwm_messages)
+        self.socket.setsockopt(zmq.LINGER, 0)  # it sends subscriptions only, which nobody needs any more
+        connect(self.socket, endpoint)
+        self.on_malformed = on_malformed
+        self.bytes_received = 0
+        self.rejected: Counter[str] = Counter()
+        """Malformed messages by reason."""
+        self.gaps = 0
+        """Messages that never came, by the numbers of those that did."""
+        self._heard: dict[tuple[str, str, str, int], int] = {}
+
+    def subscribe(self, prefix: bytes) -> None:
+        self.socket.setsockopt(zmq.SUBSCRIBE, prefix)
+
+    def unsubscribe(self, prefix: bytes) -> None:
+        self.socket.setsockopt(zmq.UNSUBSCRIBE, prefix)
+
+    def receive(self) -> Message | None:
+        """The next message that is what it says, or None when none waits. Never blocks.
+
+        A payload is a view of the received frame: it stays valid as long as somebody holds it.
+        """
+        for _ in range(REJECTED_A_CALL):
+            frames = self._read()
+            if not frames:
+                return None
+            try:
+                message = decode(frames)
+            except Malformed as wrong:
+                self.rejected[wrong.reason] += 1
+                if self.on_malformed is not None:
+                    self.on_malformed(bytes(frames[0][:256]), wrong)
+                continue
+            self._count_gap(message)
+            return message
+        return None
+
+    def _read(self) -> list[memoryview]:
+        frames: list[memoryview] = []
+        with contextlib.suppress(zmq.Again):  # nothing waits; the frames of one message arrive together
+            while True:
+                frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+                self.bytes_received += len(frame)
+                if len(frames) < 4:  # one more than any message has tells `decode` enough
+                    frames.append(frame.buffer)
+                if not frame.more:
+                    break
+        return frames
+
+    def _count_gap(self, message: Message) -> None:
+        if message.sequence == 0:
+            return
+        lifetime = getattr(message, "incarnation", 0) or getattr(message, "epoch", 0)
+        sender = (message.run, getattr(message, "name", ""), message.KIND, lifetime)
+        before = self._heard.pop(sender, None)
+        if before is not None and message.sequence > before + 1:
+            self.gaps = min(MAX_COUNT, self.gaps + message.sequence - before - 1)
+        self._heard[sender] = max(message.sequence, before or 0)
+        if len(self._heard) > SENDERS_REMEMBERED:
+            del self._heard[next(iter(self._heard))]
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+# --- waking a poller -------------------------------------------------------------------------------------------------
+class Waker:
+    """Wakes the poller of one thread from any other: register `socket` for reading, `clear` when it is."""
+
+    def __init__(self) -> None:
+        self.socket, self._far = network.socketpair()
+        self.socket.setblocking(False)
+        self._far.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def wake(self) -> None:
+        """Safe from every thread, also after `close`."""
+        with contextlib.suppress(OSError):  # full: a wake-up is waiting already; closed: nobody is left to wake
+            self._far.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.socket.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self.socket.close()
+        self._far.close()
