@@ -1,0 +1,236 @@
+"""What the syncer keeps on disk. The files are the authority; whatever else is known is rebuilt from them.
+
+    DIRECTORY/lock                 held (flock) by the one syncer that serves this run
+    DIRECTORY/epoch                the highest epoch this directory ever served under
+    DIRECTORY/version-0/           layout, version 0 of every fragment, static part; written once
+    DIRECTORY/checkpoint-N/        public, residual, momentum, versions and the loop's bookkeeping; the last two
+    DIRECTORY/damaged-N/           a checkpoint that was found damaged when an older one was taken instead
+
+A folder in it is complete or not there (`folders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.config import RunSettings
+from ..common.errors import Malformed, SettingError
+from ..common.fragments import Layout, Plan
+from . import folders
+from .directory import OwnedDirectory
+from .joining import plan_for
+from .state import GlobalState, Snapshot, check_model, readable
+
+KEPT = 2
+"""Checkpoints that stay: the newest, and the one before in case the newest is found damaged."""
+VERSION_ZERO = "version-0"
+CHECKPOINT, DAMAGED = "checkpoint-", "damaged-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint as read: what belongs together was written together."""
+
+    number: int
+    snapshot: Snapshot
+    bookkeeping: dict[str, Any]
+    warnings: tuple[str, ...]
+    """One sentence for each newer checkpoint that was damaged and is not used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A run as it stands on disk."""
+
+    state: GlobalState
+    bookkeeping: dict[str, Any] | None
+    """None: no checkpoint yet, the state is version 0."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VersionZero:
+    run: str
+    plan_digest: str
+    layout: Layout
+    vectors: list[Tensor]
+    static: bytes
+
+
+class Checkpoints(OwnedDirectory):
+    """One directory. Reading needs no lock; writing does."""
+
+    # --- version 0 ---------------------------------------------------------------------------------------------------
+    def write_version_zero(
+        self,
+        layout: Layout,
+        plan: Plan,
+        settings: RunSettings,
+        vectors: Sequence[Tensor],
+        static: bytes | memoryview,
+    ) -> None:
+        """Make version 0 durable: flat f32 [fragment.length] a fragment, and the static part's raw bytes.
+
+        For ever: SettingError if a version 0 or a checkpoint is here already, or nothing can be written.
+        Malformed if the vectors are not what the plan says.
+        """
+        check_model(plan, vectors, static)
+        if self.is_seeded():
+            raise self._seeded()
+        tensors = {f"public.{p}": vector for p, vector in enumerate(vectors)}
+        if len(static):
+            tensors["static"] = torch.frombuffer(bytearray(static), dtype=torch.uint8)
+        state = {"run": settings.run, "plan_digest": plan.digest, "layout": layout.to_wire(), "P": plan.P}
+        try:
+            self.check_owned()
+            folders.write_folder(self.directory / VERSION_ZERO, tensors, state)
+        except OSError as wrong:
+            if self.is_seeded():
+                raise self._seeded() from wrong
+            raise self.unwritable(wrong) from wrong
+
+    def is_seeded(self) -> bool:
+        """Whether a version 0, or a checkpoint that must have had one, is here."""
+        return (self.directory / VERSION_ZERO).exists() or bool(self._numbers(CHECKPOINT))
+
+    def version_zero(self) -> tuple[Layout, list[Tensor], bytes] | None:
+        """Layout, flat f32 vectors and static bytes of version 0; None if the run was never seeded.
+
+        SettingError if it is damaged or missing beside checkpoints: it is never taken for an unseeded run.
+        """
+        read = self._read_version_zero()
+        return None if read is None else (read.layout, read.vectors, read.static)
+
+    def _read_version_zero(self) -> _VersionZero | None:
+        if not self.is_seeded():
+            return None
+        try:
+            tensors, state = folders.read_folder(self.directory / VERSION_ZERO)
+            return _VersionZero(
+                run=state["run"],
+                plan_digest=state["plan_digest"],
+                layout=Layout.from_wire(state["layout"]),
+                vectors=[tensors[f"public.{p}"] for p in range(state["P"])],
+                static=tensors["static"].numpy().tobytes() if "static" in tensors else b"",
+            )
+        except (Malformed, KeyError) as wrong:
+            raise SettingError(
+                f"version 0 in {self.printable} is damaged ({wrong}); put it back from a copy, "
+                "or begin a new run in another directory"
+            ) from wrong
+
+    def initial(self, fragment: int) -> memoryview:
+        """Raw f32 bytes of one fragment's version 0, read from disk. Malformed if it cannot be read."""
+        return readable(folders.read_tensor(self.directory / VERSION_ZERO, f"public.{fragment}"))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+    def save(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any]) -> tuple[int, int]:
+        """Write one checkpoint, durable when this returns; its number and its bytes. Older ones go, but for one.
+
+        OSError if that fails (disk full, directory gone): those that were there are untouched.
+        """
+        self.check_owned()
+        number = 1 + max(self._numbers(CHECKPOINT) + self._numbers(DAMAGED), default=0)
+        groups = {"public": snapshot.public, "residual": snapshot.residual, "momentum": snapshot.momentum or ()}
+        tensors = {f"{group}.{p}": vector for group, vectors in groups.items() for p, vector in enumerate(vectors)}
+        state = {
+            "run": snapshot.run,
+            "plan_digest": snapshot.plan_digest,
+            "versions": list(snapshot.versions),
+            "bookkeeping": dict(bookkeeping),
+        }
+        size = folders.write_folder(self._place(CHECKPOINT, number), tensors, state)
+        for old in self._numbers(CHECKPOINT)[:-KEPT]:
+            folders.remove_folder(self._place(CHECKPOINT, old))
+        return number, size
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete checkpoint, None if there is none yet.
+
+        A damaged one is passed over with a warning; who holds the lock also renames it to damaged-N. SettingError if
+        all that are there are damaged: going back to version 0 would silently lose the run.
+        """
+        while numbers := self._numbers(CHECKPOINT):
+            damaged: dict[int, Malformed] = {}
+            for number in reversed(numbers):
+                try:
+                    return self._read(number, damaged)
+                except Malformed as wrong:
+                    damaged[number] = wrong
+            if numbers == self._numbers(CHECKPOINT):
+                raise SettingError(
+                    f"every checkpoint in {self.printable} is damaged ({damaged[numbers[-1]]}); "
+                    f"put one back from a copy, or remove the folders {CHECKPOINT}* to begin again from version 0"
+                )
+            # Somebody else writes here and has removed what was listed: list again.
+        return None
+
+    def _read(self, number: int, damaged: Mapping[int, Malformed]) -> Checkpoint:
+        place = self._place(CHECKPOINT, number)
+        tensors, state = folders.read_folder(place)
+        try:
+            groups = [
+                tuple(tensors[f"{group}.{p}"] for p in range(len(state["versions"])))
+                for group in ("public", "residual", "momentum")
+                if f"{group}.0" in tensors
+            ]
+            snapshot = Snapshot(
+                run=state["run"],
+                plan_digest=state["plan_digest"],
+                versions=tuple(state["versions"]),
+                public=groups[0],
+                residual=groups[1],
+                momentum=groups[2] if len(groups) > 2 else None,
+            )
+            bookkeeping = state["bookkeeping"]
+        except (KeyError, IndexError, TypeError) as wrong:
+            raise Malformed("damaged", f"{place} lacks {wrong}") from wrong
+        if self.is_locked:
+            for bad in damaged:
+                self._place(CHECKPOINT, bad).rename(self._place(DAMAGED, bad))
+        warnings = tuple(f"{wrong}; checkpoint {number} is taken instead" for wrong in damaged.values())
+        return Checkpoint(number=number, snapshot=snapshot, bookkeeping=bookkeeping, warnings=warnings)
+
+    def restore(self, settings: RunSettings) -> Restored | None:
+        """The newest state of this run, None if it was never seeded.
+
+        SettingError if version 0 or every checkpoint is damaged, or of another run or plan than `settings` make.
+        """
+        zero = self._read_version_zero()
+        if zero is None:
+            return None
+        plan = plan_for(zero.layout, settings)
+        if (zero.run, zero.plan_digest) != (settings.run, plan.digest):
+            raise SettingError(
+                f"{self.printable} holds run {zero.run!r}, cut into {len(zero.vectors)} fragments, and "
+                f"the settings say run {settings.run!r} and {plan.P}; resume with the run's own settings, or give another directory"
+            )
+        newest = self.newest()
+        if newest is None:
+            state = GlobalState.from_version_zero(plan, settings, zero.vectors, zero.static)
+            return Restored(state=state, bookkeeping=None)
+        state = GlobalState(plan, settings, newest.snapshot, zero.static)
+        return Restored(state=state, bookkeeping=newest.bookkeeping, warnings=newest.warnings)
+
+    # --- small things ------------------------------------------------------------------------------------------------
+    def _place(self, kind: str, number: int) -> Path:
+        return self.directory / f"{kind}{number:012d}"
+
+    def _numbers(self, kind: str) -> list[int]:
+        """Numbers of the folders of a kind, ascending."""
+        if not self.directory.is_dir():
+            return []
+        names = [place.name.removeprefix(kind) for place in self.directory.iterdir() if place.name.startswith(kind)]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _seeded(self) -> SettingError:
+        return SettingError(
+            f"{self.printable} already holds version 0 of a run and is never seeded again; "
+            "resume that run, or begin a new one in another directory"
+        )
