@@ -209,7 +209,8 @@ class Checkpoints(OwnedDirectory):
         if (zero.run, zero.plan_digest) != (settings.run, plan.digest):
             raise SettingError(
                 f"{self.printable} holds run {zero.run!r}, cut into {len(zero.vectors)} fragments, and "
-                f"the settings say run {settings.run!r} and {plan.P}; resume with the run's own settings, or give another directory"
+                f"the settings say run {settings.run!r} and {plan.P} fragments (or another model); "
+                "resume with the run's own settings, or give another directory"
             )
         newest = self.newest()
         if newest is None:

@@ -47,7 +47,8 @@ class OwnedDirectory:
             owner = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "?"
             os.close(handle)
             raise SettingError(
-                f"{self.printable} is in use by another syncer (process {owner}); stop that one, or give another directory"
+                f"{self.printable} is in use by another syncer (process {owner}); "
+                "stop that one, or give another directory"
             ) from wrong
         except OSError as wrong:
             os.close(handle)

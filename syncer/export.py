@@ -1,0 +1,117 @@
+"""The global model as people use it: names, shapes and dtypes of the user's own model, in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..common.errors import SettingError
+from ..common.fragments import Fragment, Plan, TensorSpec, strip_wrappers
+from . import folders
+from .state import GlobalState
+
+
+def model_tensors(state: GlobalState) -> dict[str, Tensor]:
+    """Every tensor of the model under every name it has, in layout order, in its own dtype and shape.
+
+    Public Theta for what is trained, version 0 for what is not. Tied names hold equal values in memory of their own,
+    so that both `model.load_state_dict(load_file(path))` and safetensors' writer take them.
+    """
+    found = _trained(state.plan, state.public) | _static(state.plan, state.static)
+    tensors = {}
+    for spec in state.plan.layout.tensors:
+        tensor = found[spec.name] if spec.name in found else torch.empty(spec.shape, dtype=_dtype(spec))
+        tensors[spec.name] = tensor
+        tensors.update({name: tensor.clone() for name in spec.tied})
+    return tensors
+
+
+def save_model(state: GlobalState, path: Path) -> None:
+    """Write `model_tensors` to `path`, all or nothing. SettingError, naming the path, if that cannot be done.
+
+    `load_file` gives what `load_state_dict` takes as it is; with safetensors' `load_model` say strict=False if names
+    are tied (it wants each group under one name). The metadata entry `tied` is a JSON list of the groups.
+    """
+    tied = [[spec.name, *spec.tied] for spec in state.plan.layout.tensors if spec.tied]
+    metadata = {"format": "pt", "run": state.settings.run, "tied": json.dumps(tied)}
+    beside = path.with_name(folders.WRITING + path.name)
+    try:
+        save_file(model_tensors(state), beside, metadata=metadata)
+        folders.sync(beside)
+        beside.replace(path)
+        folders.sync(path.parent)
+    except (OSError, SafetensorError) as wrong:
+        beside.unlink(missing_ok=True)
+        raise SettingError(f"cannot write the model to {path}: {wrong}") from wrong
+
+
+def read_model(plan: Plan, path: Path) -> tuple[list[Tensor], bytes]:
+    """Flat f32 vectors and static bytes for version 0 from a safetensors file with the layout's names.
+
+    A tied tensor may stand under any of its names, a trained one in any floating dtype; names that the layout does
+    not know are left alone. SettingError, naming the file and the first tensor at fault.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = {strip_wrappers(name): name for name in file.keys()}  # noqa: SIM118 no mapping
+            found = {}
+            for spec in plan.layout.tensors:
+                name = next((names[n] for n in (spec.name, *spec.tied) if n in names), None)
+                if name is None:
+                    raise SettingError(f"{path} has no {spec.describe()}; give a file of the same model")
+                found[spec.name] = _checked(spec, file.get_tensor(name), path)
+    except (OSError, SafetensorError) as wrong:
+        raise SettingError(f"cannot read {path}: {wrong}") from wrong
+    vectors = [_flatten(part, found) for part in plan.fragments]
+    static = b"".join(found[spec.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                      for spec in plan.layout.static if spec.numel)  # fmt: skip
+    return vectors, static
+
+
+def _trained(plan: Plan, public: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {
+        slot.tensor.name: vector[slot.offset : slot.stop].to(_dtype(slot.tensor), copy=True).view(slot.tensor.shape)
+        for part, vector in zip(plan.fragments, public, strict=True)
+        for slot in part.slots
+    }
+
+
+def _static(plan: Plan, static: bytes) -> dict[str, Tensor]:
+    """The frozen parameters and buffers, which lie one after the other in layout order."""
+    tensors, offset = {}, 0
+    for spec in plan.layout.static:
+        part = bytearray(static[offset : offset + spec.bytes])
+        flat = torch.frombuffer(part, dtype=_dtype(spec)) if part else torch.empty(0, dtype=_dtype(spec))
+        tensors[spec.name] = flat.view(spec.shape)
+        offset += spec.bytes
+    return tensors
+
+
+def _flatten(part: Fragment, found: dict[str, Tensor]) -> Tensor:
+    vector = torch.zeros(part.length)
+    for slot in part.slots:
+        vector[slot.offset : slot.stop] = found[slot.tensor.name].reshape(-1)
+    return vector
+
+
+def _checked(spec: TensorSpec, tensor: Tensor, path: Path) -> Tensor:
+    """`tensor` in the layout's dtype. SettingError if it is not what the layout says, or not finite."""
+    mine = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    fits = tensor.dtype.is_floating_point if spec.kind == "trainable" else tensor.dtype == _dtype(spec)
+    if tuple(tensor.shape) != spec.shape or not fits:
+        raise SettingError(f"{path} has {spec.name} {mine}, the model {spec.describe()}; give a file of the same model")
+    tensor = tensor.to(_dtype(spec))
+    if spec.kind == "trainable" and not torch.isfinite(tensor).all():
+        raise SettingError(f"{path} has a value in {spec.name} that is not finite in {spec.dtype}")
+    return tensor
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype

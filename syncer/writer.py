@@ -1,0 +1,134 @@
+"""The thread that writes checkpoints, so that the syncer's loop never waits for a disk."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import Checkpoints
+from .state import Snapshot
+
+RETRY_SECONDS = 5.0
+"""First pause after a failed write; it doubles with each failure in a row, up to RETRY_LIMIT_SECONDS."""
+RETRY_LIMIT_SECONDS = 60.0
+OUTCOMES_KEPT = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one write, for a log line and an event."""
+
+    t: int
+    """Global step of the snapshot."""
+    number: int
+    """Of the checkpoint; 0 = it failed."""
+    bytes: int
+    seconds: float
+    error: str
+    """'' = it is durable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    snapshot: Snapshot
+    bookkeeping: Mapping[str, Any]
+    t: int
+
+
+class CheckpointWriter:
+    """Writes the latest snapshot it was given. A failure is counted, told and tried again; it never reaches the loop.
+
+    Holds at most two snapshots: the one being written and the latest one that waits.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, *, retry_seconds: float = RETRY_SECONDS) -> None:
+        self.saved = 0
+        self.failures = 0
+        self.last_error = ""
+        """Of the latest write; '' if that one is durable."""
+        self._checkpoints = checkpoints
+        self._retry_seconds = retry_seconds
+        self._failures_in_a_row = 0
+        self._changed = threading.Condition()
+        self._job: _Job | None = None
+        self._not_before = 0.0
+        self._closing = False
+        self._outcomes: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the latest write succeeded (or none was tried yet)."""
+        return not self.last_error
+
+    def submit(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any], *, t: int = 0) -> None:
+        """Write this as soon as the disk is free; a snapshot that still waits is dropped. Returns at once.
+
+        bookkeeping: what JSON can hold; copied, so that the caller may go on changing it.
+        """
+        job = _Job(snapshot=snapshot, bookkeeping=copy.deepcopy(bookkeeping), t=t)
+        with self._changed:
+            self._job, self._not_before = job, 0.0
+            self._changed.notify()
+
+    def outcomes(self) -> list[Outcome]:
+        """What was written or failed since the last call, oldest first (the latest hundred)."""
+        with self._changed:
+            rows = list(self._outcomes)
+            self._outcomes.clear()
+        return rows
+
+    def close(self, wait_seconds: float) -> bool:
+        """Write what still waits, once more if it had failed, and end. True if the last snapshot given is durable.
+
+        False after `wait_seconds`: the write is then abandoned, which leaves the checkpoints before it as they are.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(wait_seconds)
+        return not self._thread.is_alive() and self.healthy
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            self._write(job)
+
+    def _next(self) -> _Job | None:
+        """The job to do now, when there is one; None when it is time to end."""
+        with self._changed:
+            while True:
+                pause = self._not_before - time.monotonic()
+                if self._job is not None and (pause <= 0 or self._closing):
+                    job, self._job = self._job, None
+                    return job
+                if self._closing:
+                    return None
+                self._changed.wait(pause if self._job is not None else None)
+
+    def _write(self, job: _Job) -> None:
+        began = time.monotonic()
+        number = size = 0
+        error = ""
+        try:
+            number, size = self._checkpoints.save(job.snapshot, job.bookkeeping)
+        except Exception as wrong:  # noqa: BLE001 whatever it is, training goes on and people are told
+            error = f"{type(wrong).__name__}: {wrong}"
+        seconds = time.monotonic() - began
+        with self._changed:
+            self._outcomes.append(Outcome(t=job.t, number=number, bytes=size, seconds=seconds, error=error))
+            self.last_error = error
+            if not error:
+                self.saved += 1
+                self._failures_in_a_row = 0
+                return
+            self.failures += 1
+            if self._job is None and not self._closing:
+                pause = min(self._retry_seconds * 2**self._failures_in_a_row, RETRY_LIMIT_SECONDS)
+                self._job, self._not_before = job, time.monotonic() + pause
+            self._failures_in_a_row = min(self._failures_in_a_row + 1, 10)
