@@ -90,17 +90,17 @@ class RunSettings(FromMap):
     steps: int = 600
     """T, in global steps. A global step lasts as long as a typical learner's inner step."""
     quorum: int = 1
-    """K: below so many answers nothing is merged. Never lowered by itself."""
+    """K, in learners: below so many answers nothing is merged. Never lowered by itself."""
     grace_seconds: float = 10.0
-    """Upper limit of the adaptive grace window once the quorum is in. 0 = close at the quorum."""
+    """Upper limit, in seconds, of the adaptive grace window once the quorum is in. 0 = close at the quorum."""
     gamma: float = 0.8
     """Share of the slack that the grace window may use (equation 3), below 1."""
     sync_every: int = 24
     """H, in global steps: each fragment is merged once in so many."""
     fragments: int = 0
-    """P. 0 = as many as sync_every, but at most one a tensor."""
+    """P, the number of parts that the model is cut into. 0 = as many as sync_every, but at most one a tensor."""
     overlap: int = 2
-    """tau: calls that may be open at the same time; smaller than the number of fragments, 1 if there is just one."""
+    """tau, in calls that may be open at the same time: fewer than there are fragments, 1 if there is just one."""
     codec_up: CodecName = "int4"
     """How learners send their progress. int4 takes half a byte a parameter, f32 four."""
     codec_down: CodecName = "int4"
@@ -160,6 +160,7 @@ class TaskSettings(FromMap):
     """What the built-in learner trains: a byte-level decoder-only transformer on text."""
 
     layers: int = 4
+    """Transformer blocks."""
     width: int = 128
     """Channels of the residual stream; a multiple of 32 (heads have 32 channels)."""
     sequence_length: int = 128
@@ -234,13 +235,13 @@ class LearnerConfig:
     broker: str
     name: str
     run: str = ""
-    """'' = the one run heard on the broker."""
+    """Name of the run to join. Without it: the one run that is heard on the broker."""
     join_timeout_seconds: float = 60.0
-    """How long a join may take before PeerLost; the learner says every few seconds what it waits for."""
+    """Seconds that a join may take before PeerLost; the learner says every few seconds what it waits for."""
     orphan_timeout_seconds: float = 600.0
-    """Without any beat for so long, the learner saves its parameters and stops (exit code 5)."""
+    """Without any beat for so many seconds, the learner saves its parameters and stops (exit code 5)."""
     directory: Path | None = None
-    """Where an orphan saves; None = the working directory."""
+    """Where an orphan saves its parameters. Without it: the working directory."""
 
     def __post_init__(self) -> None:
         check_name("--name", self.name)
