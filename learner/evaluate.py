@@ -11,7 +11,7 @@ from .text import Corpus, generator, windows
 from .transformer import loss_of
 
 SMALL_TOKENS = 2**13
-FULL_TOKENS = 2**16
+FULL_TOKENS = 2**15
 AT_ONCE_TOKENS = 2**12
 """Tokens of one forward pass: enough to keep a core busy, little enough to stay in its cache."""
 
@@ -44,6 +44,7 @@ def evaluate(model: nn.Module, judged: Windows) -> float:
     device = next(model.parameters()).device
     rows = max(1, AT_ONCE_TOKENS // judged.inputs.shape[1])
     total = 0.0
-    for inputs, targets in zip(judged.inputs.split(rows), judged.targets.split(rows), strict=True):
-        total += float(loss_of(model, inputs.to(device), targets.to(device))) * len(inputs)
+    for first in range(0, len(judged.inputs), rows):
+        inputs, targets = (part[first : first + rows].to(device) for part in (judged.inputs, judged.targets))
+        total += float(loss_of(model, inputs, targets)) * len(inputs)
     return total / len(judged.inputs)

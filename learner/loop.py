@@ -1,0 +1,63 @@
+"""The built-in learner's loop: what anybody's training script looks like with a session, and nothing behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..common.config import TaskSettings
+from .session import Session
+from .transformer import loss_of
+
+WARM_UP = 0.03
+"""Share of the run in which the learning rate rises; afterwards it falls to zero in a straight line."""
+RAMP_STEPS = 20
+"""A learner's own first steps, in which Adam's moments are still young: its rate rises over them, whenever it joins."""
+CLIP_NORM = 1.0
+
+
+def train(
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    task: TaskSettings,
+    stop: threading.Event,
+) -> None:
+    """Inner steps until the run is over or `stop` is set; then the model holds what the session left in it."""
+    for local_step, (inputs, targets) in enumerate(batches):
+        rate = task.inner_lr * schedule(session.progress.fraction, local_step)
+        loss = inner_step(model, optimizer, inputs, targets, rate)
+        if not session.step(tokens=targets.numel(), loss=loss) or stop.is_set():
+            return
+
+
+def schedule(fraction: float, local_step: int) -> float:
+    """Share of the peak learning rate at `fraction` of the run's global steps, for a learner's `local_step`-th step."""
+    return min(fraction / WARM_UP, 1 - fraction, 1.0, (local_step + 1) / RAMP_STEPS)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices alone, neither on embeddings nor on gains."""
+    decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    others = [p for p in model.parameters() if p not in decayed]
+    groups = [{"params": list(decayed), "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+
+
+def inner_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, rate: float
+) -> float:
+    """One optimizer step at learning rate `rate` on int64 [sequences, length]; the loss before it, in nats per byte."""
+    device = next(model.parameters()).device
+    loss = loss_of(model, inputs.to(device), targets.to(device))
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return float(loss)
