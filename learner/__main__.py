@@ -42,7 +42,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
             corpus.train, task.batch_sequences, task.sequence_length,
             seed=settings.seed, name=config.name, incarnation=session.incarnation,
         )  # fmt: skip
-        train(session, model, optimizer, stream, task, stop)
+        train(session, model, optimizer, stream, inner_lr=task.inner_lr, stop=stop)
     log.info("learner_stopped", finished=session.finished)
     return 0
 

@@ -8,12 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..common.config import TaskSettings
 from .session import Session
 from .transformer import loss_of
 
-WARM_UP = 0.03
-"""Share of the run in which the learning rate rises; afterwards it falls to zero in a straight line."""
 RAMP_STEPS = 20
 """A learner's own first steps, in which Adam's moments are still young: its rate rises over them, whenever it joins."""
 CLIP_NORM = 1.0
@@ -24,27 +21,32 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[Tensor, Tensor]],
-    task: TaskSettings,
+    *,
+    inner_lr: float,
     stop: threading.Event,
 ) -> None:
     """Inner steps until the run is over or `stop` is set; then the model holds what the session left in it."""
     for local_step, (inputs, targets) in enumerate(batches):
-        rate = task.inner_lr * schedule(session.progress.fraction, local_step)
+        rate = inner_lr * schedule(session.progress.fraction, local_step)
         loss = inner_step(model, optimizer, inputs, targets, rate)
         if not session.step(tokens=targets.numel(), loss=loss) or stop.is_set():
             return
 
 
 def schedule(fraction: float, local_step: int) -> float:
-    """Share of the peak learning rate at `fraction` of the run's global steps, for a learner's `local_step`-th step."""
-    return min(fraction / WARM_UP, 1 - fraction, 1.0, (local_step + 1) / RAMP_STEPS)
+    """Share of the peak learning rate: it falls to zero in a straight line over the run's global steps.
+
+    `fraction` of the global steps lie behind; `local_step` counts the learner's own from 0.
+    """
+    return max(0.0, min(1.0 - fraction, (local_step + 1) / RAMP_STEPS))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices alone, neither on embeddings nor on gains."""
-    decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-    others = [p for p in model.parameters() if p not in decayed]
-    groups = [{"params": list(decayed), "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    known = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in known]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
@@ -55,7 +57,7 @@ def inner_step(
     device = next(model.parameters()).device
     loss = loss_of(model, inputs.to(device), targets.to(device))
     optimizer.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     for group in optimizer.param_groups:
         group["lr"] = rate
