@@ -152,14 +152,14 @@ def _plain(value: Any) -> Any:
 def _human_line(event: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in event.items() if key not in _OWN_FIELDS}
     traceback = rest.pop("exception", None)
-    words = [datetime.now().astimezone().strftime("%H:%M:%S"), _printable(event["process"])]
+    words = [datetime.now().astimezone().strftime("%H:%M:%S"), printable(event["process"])]
     if LEVELS[event["level"]] > LEVELS["info"]:
         words.append(event["level"].upper())
-    words.append(_printable(event["event"]))
-    words += [f"{_printable(key)}={_human_value(value)}" for key, value in rest.items()]
+    words.append(printable(event["event"]))
+    words += [f"{printable(key)}={_human_value(value)}" for key, value in rest.items()]
     line = " ".join(words)
     if isinstance(traceback, str):
-        line += "".join(f"\n    {_printable(row)}" for row in traceback.splitlines())
+        line += "".join(f"\n    {printable(row)}" for row in traceback.splitlines())
     return line
 
 
@@ -168,11 +168,11 @@ def _human_value(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, str):
         bare = value and not any(c in ' "=\\' for c in value)
-        return _printable(value) if bare else '"' + _printable(value).replace('"', r"\"") + '"'
-    return _printable(json.dumps(value, ensure_ascii=False))
+        return printable(value) if bare else '"' + printable(value).replace('"', r"\"") + '"'
+    return printable(json.dumps(value, ensure_ascii=False))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """`text` without anything that moves the cursor, ends the line or turns the writing's direction."""
     if text.isprintable():
         return text

@@ -20,6 +20,7 @@ from typing import Self
 import redis
 
 from ..common.errors import DilocoError, SettingError
+from ..common.redis_client import connect
 
 READY_SECONDS = 10.0
 STOP_SECONDS = 3.0
@@ -150,7 +151,7 @@ class EmbeddedStore:
 
 def _pid_at(port: int) -> int | None:
     """Process id of the store that answers at `port`; -1 if it answers but asks for a password; None if nobody does."""
-    client = redis.Redis(host="127.0.0.1", port=port, socket_timeout=1, socket_connect_timeout=1)
+    client = connect(f"redis://127.0.0.1:{port}/0")
     try:
         return int(client.info("server")["process_id"])
     except (redis.AuthenticationError, redis.exceptions.NoPermissionError):

@@ -1,0 +1,143 @@
+"""A connection to Redis or Valkey from one URL: parsed strictly, bounded in time, with errors a person can act on.
+
+    redis://USER:PASSWORD@HOST:PORT/DATABASE      PASSWORD percent-encoded: / is %2F, @ is %40, # is %23, % is %25
+    rediss://HOST:PORT/0?ssl_ca_certs=/path/ca.pem          TLS; without ssl_ca_certs the system's authorities count
+    redis://USER@HOST:PORT/0?password_file=/run/secrets/redis     the password as it is, from a file
+    unix:///path/redis.sock?db=3
+
+No error and no log line shows a password: what quotes a URL quotes `redact_url` of it.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from .errors import DilocoError, PeerLost, SettingError
+
+TIMEOUT_SECONDS = 1.0
+"""For connecting, and again for each answer."""
+FAILURES = (redis.RedisError, OSError, ValueError)
+"""All that a call may raise because of the store: ValueError is what a host name of 300 characters gives."""
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+_ALLOWED = ("db", "password_file", "ssl_cert_reqs", "ssl_check_hostname", *_FILES)
+
+
+def redact_url(url: str) -> str:
+    """`url` with *** for the password; of a malformed one rather too much is hidden than too little."""
+    scheme, mark, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
+    if not mark:
+        scheme, rest = "", url
+    login, at, place = rest.rpartition("@")
+    if at:
+        user = login.partition(":")[0] if ":" in login else ""
+        place = f"{user}:***@{place}"
+    return scheme + mark + re.sub(r"(?i)(password=)[^&]*", r"\1***", place)
+
+
+def connect(url: str) -> Any:
+    """A client (`redis.Redis`, texts decoded) that has not connected yet, tries once and waits TIMEOUT_SECONDS at most.
+
+    SettingError if the URL is not one of the forms above, or a file that it names cannot be read.
+    """
+    options = _options(url)
+    password: dict[str, str] = {}
+    if "password_file" in options:
+        path = options.pop("password_file")
+        try:
+            password["password"] = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, UnicodeError) as wrong:
+            raise SettingError(f"the password file {path} of {redact_url(url)} cannot be read: {wrong}") from wrong
+    for name in _FILES:
+        if name in options and not Path(options[name]).exists():
+            raise SettingError(f"{name} of {redact_url(url)} names {options[name]}, which does not exist")
+    return redis.Redis.from_url(
+        urlsplit(url)._replace(query=urlencode(options)).geturl(),
+        socket_timeout=TIMEOUT_SECONDS,
+        socket_connect_timeout=TIMEOUT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+        decode_responses=True,
+        encoding_errors="replace",
+        protocol=2,
+        **password,
+    )
+
+
+def check_connection(url: str) -> None:
+    """Once, before anything starts. SettingError if the URL, the password, the database or the certificate is wrong;
+    PeerLost if nobody answers (which a syncer survives, since the registry comes back by itself).
+    """
+    client = connect(url)
+    try:
+        client.ping()
+    except FAILURES as wrong:
+        raise explain(url, wrong) from None
+    finally:
+        client.close()
+
+
+def explain(url: str, wrong: Exception) -> DilocoError:
+    """The error of ours that says what `wrong` means at `url`, without its password."""
+    place, said = redact_url(url), str(wrong)
+    if isinstance(wrong, redis.AuthenticationError) or re.search(r"\bAUTH\b|NOAUTH|WRONGPASS", said):
+        return SettingError(
+            f"authentication failed at {place}: {said} Check user and password; "
+            "in the URL the password must be percent-encoded, in ?password_file=PATH it stands as it is"
+        )
+    if isinstance(wrong, redis.exceptions.NoPermissionError):
+        return SettingError(f"the user of {place} may not do this: {said}")
+    if "DB index" in said:
+        return SettingError(f"the database number of {place} is not one of this server: {said}")
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return SettingError(
+            f"the TLS certificate of {place} is not trusted: {said}; name its authority with ?ssl_ca_certs=/path/ca.pem"
+        )
+    if _is_tls(wrong):
+        return SettingError(
+            f"no TLS connection to {place}: {said}; a server without TLS is named redis://, not rediss://"
+        )
+    if isinstance(wrong, redis.ResponseError):
+        return DilocoError(f"Redis at {place} refuses: {said[:300]}")
+    return PeerLost(f"no Redis answers at {place}: {said}; is it running?")
+
+
+def _is_tls(wrong: BaseException | None) -> bool:
+    while wrong is not None:
+        if isinstance(wrong, ssl.SSLError):
+            return True
+        wrong = wrong.__cause__ or wrong.__context__
+    return False
+
+
+def _options(url: str) -> dict[str, str]:
+    """The query of `url`, once everything in it is known to mean what its author thinks (redis-py lets much pass)."""
+    place = redact_url(url)
+    encode = "characters such as / @ # ? % in a password must be percent-encoded"
+    try:
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        port_is_fine = parts.port != 0
+    except ValueError:
+        # The cause is left out: it quotes the part of the URL that it could not read, which may be the password.
+        raise SettingError(
+            f"--redis {place} is not a URL: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]; {encode}"
+        ) from None
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise SettingError(f"--redis {place} must begin with redis://, rediss:// (TLS) or unix:// (a socket's path)")
+    if unknown := sorted(set(options) - set(_ALLOWED)):
+        raise SettingError(f"--redis {place}: unknown {', '.join(unknown)}; known are {', '.join(_ALLOWED)}")
+    database = options.get("db", "0")
+    if parts.scheme != "unix":
+        if not parts.hostname or not port_is_fine or parts.fragment:
+            raise SettingError(f"--redis {place} names no host; {encode}")
+        database = parts.path.removeprefix("/") or database
+    if not re.fullmatch(r"\d{1,9}", database):
+        raise SettingError(f"--redis {place}: the database must be a number, as in redis://HOST:6379/3; {encode}")
+    return options

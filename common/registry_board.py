@@ -1,0 +1,127 @@
+"""What the registry is about to write: the newest value of every field, and the events that wait. No I/O."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .log import printable
+
+WAITING_EVENTS = 1_000
+"""So many events wait for a store that is away; the newest stay."""
+TEXT_CHARACTERS = 1_000
+
+Value = str | int | float | bool | Sequence[str | int] | None
+Row = Mapping[str, str]
+
+
+def _text(value: Value) -> str:
+    """One line of plain text: flags are 0 or 1, lists are parted by blanks, None and what is not finite are empty."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    if isinstance(value, bool | int):
+        return str(int(value))
+    if isinstance(value, float):
+        return format(value, ".13g")  # unix seconds keep their milliseconds
+    if isinstance(value, str):
+        return printable(value[:TEXT_CHARACTERS])
+    if isinstance(value, list | tuple):
+        return " ".join(_text(inner) for inner in value)[:TEXT_CHARACTERS]
+    raise TypeError(f"a registry's value is text, a number or a list of them, not {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one transaction writes. Rows are replaced, never changed, so that none is copied."""
+
+    rows: dict[str, Row]
+    last_seen: dict[str, float]
+    forgotten: dict[str, str]
+    """Learner -> its key."""
+    epoch: int | None
+    events: tuple[Row, ...]
+
+
+class Board:
+    """The newest state of every key and the events that wait; shared by the callers and the writer's thread."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Event()
+        self._lock = threading.Lock()
+        self._state = Batch(rows={}, last_seen={}, forgotten={}, epoch=None, events=())
+        self._new: set[str] = set()
+        self._events: deque[Row] = deque()
+        self._dropped_events = 0
+        self._last_at = 0.0
+
+    def put(self, key: str, fields: Mapping[str, Value], member: tuple[str, float] | None = None) -> None:
+        texts = {name: _text(value) for name, value in fields.items()}
+        with self._lock:
+            if member is not None:
+                self._state.last_seen[member[0]] = round(member[1], 3)
+            self._state.rows[key] = {**self._state.rows.get(key, {}), **texts}
+            self._new.add(key)
+        self.changed.set()
+
+    def forget(self, name: str, key: str) -> None:
+        with self._lock:
+            self._state.last_seen.pop(name, None)
+            self._state.rows.pop(key, None)
+            self._state.forgotten[name] = key
+        self.changed.set()
+
+    def put_epoch(self, epoch: int) -> None:
+        with self._lock:
+            self._state = replace(self._state, epoch=int(epoch))
+        self.changed.set()
+
+    def add_event(self, kind: str, fields: Mapping[str, Value]) -> None:
+        """`at`, in unix seconds, differs from event to event: it tells an event from its repetition."""
+        texts = {name: _text(value) for name, value in fields.items() if value is not None}
+        with self._lock:
+            self._last_at = max(time.time(), self._last_at + 2e-6)
+            self._events.append({"at": f"{self._last_at:.6f}", **texts, "kind": _text(kind)})
+            self._bound()
+        self.changed.set()
+
+    def take(self, *, full: bool) -> Batch:
+        """What to write now: all rows, or those that are new."""
+        with self._lock:
+            self.changed.clear()
+            rows = self._state.rows
+            batch = replace(
+                self._state,
+                rows=dict(rows) if full else {key: rows[key] for key in self._new if key in rows},
+                last_seen=dict(self._state.last_seen),
+                events=tuple(self._events),
+            )
+            self._state = replace(self._state, forgotten={})
+            self._new = set()
+            self._events.clear()
+            return batch
+
+    def put_back(self, forgotten: Mapping[str, str]) -> None:
+        """The learners to forget of a batch that may not have arrived (rows need no help: the next write is full)."""
+        with self._lock:
+            self._state.forgotten.update(forgotten)
+
+    def restore(self, events: Sequence[Row]) -> None:
+        """Events to write before those that wait."""
+        with self._lock:
+            self._events.extendleft(reversed(events))
+            self._bound()
+
+    def take_dropped_events(self) -> int:
+        """Events for which there was no room since the last time somebody asked."""
+        with self._lock:
+            dropped, self._dropped_events = self._dropped_events, 0
+            return dropped
+
+    def _bound(self) -> None:
+        while len(self._events) > WAITING_EVENTS:
+            self._events.popleft()
+            self._dropped_events += 1
