@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.errors import SettingError
@@ -42,12 +42,13 @@ def save_model(state: GlobalState, path: Path) -> None:
     metadata = {"format": "pt", "run": state.settings.run, "tied": json.dumps(tied)}
     beside = path.with_name(folders.WRITING + path.name)
     try:
-        save_file(model_tensors(state), beside, metadata=metadata)
+        folders.write_tensors(beside, model_tensors(state), metadata)
         folders.sync(beside)
         beside.replace(path)
         folders.sync(path.parent)
-    except (OSError, SafetensorError) as wrong:
-        beside.unlink(missing_ok=True)
+    except OSError as wrong:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise SettingError(f"cannot write the model to {path}: {wrong}") from wrong
 
 

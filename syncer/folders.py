@@ -38,10 +38,7 @@ def write_folder(place: Path, tensors: Mapping[str, Tensor], state: Mapping[str,
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir()
-        try:
-            save_file(dict(tensors), beside / TENSORS)
-        except SafetensorError as wrong:
-            raise OSError(f"cannot write {beside / TENSORS}: {wrong}") from wrong
+        write_tensors(beside / TENSORS, tensors)
         (beside / STATE).write_text(json.dumps(state), "utf-8")
         files = {name: ((beside / name).stat().st_size, _sha256(beside / name)) for name in (TENSORS, STATE)}
         (beside / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}), "utf-8")
@@ -91,6 +88,17 @@ def read_state(place: Path) -> dict[str, Any]:
         return state
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise Malformed("damaged", f"{place}: {type(wrong).__name__}: {wrong}") from wrong
+
+
+def write_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, readable for whom the umask says (the library makes it its owner's alone); OSError."""
+    place.touch()
+    mode = place.stat().st_mode
+    try:
+        save_file(dict(tensors), place, metadata=metadata)
+    except SafetensorError as wrong:
+        raise OSError(f"cannot write {place}: {wrong}") from wrong
+    place.chmod(mode)
 
 
 def write_file(place: Path, text: str) -> None:
