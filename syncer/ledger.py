@@ -1,8 +1,9 @@
 """Where every reported token went: reported = merged + pending + lost, in integers, for every fragment.
 
-Kept per (learner, incarnation, fragment) from the half-open intervals [from, to) of the learner's own cumulative counter that each Delta
-states. An interval that begins before the end of the last merged one would count progress twice and is refused;
-a gap between them is progress that an adoption overwrote, and is lost. Totals weight fragments by their parameters.
+Kept per (learner, incarnation, fragment) from the half-open intervals [from, to) of the learner's own cumulative
+counter that each Delta states. An interval that begins before the end of the last merged one would count progress
+twice and is refused; a gap between them is progress that an adoption overwrote, and is lost. Totals weight fragments
+by their parameters.
 """
 
 from __future__ import annotations

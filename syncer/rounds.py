@@ -135,6 +135,8 @@ class Rounds:
         self._slot_at: float | None = None
         self._drain_at: float | None = None
         self._drained: set[int] = set()
+        self._retired: set[Who] = set()
+        self.paused = False
 
     # --- answers -----------------------------------------------------------------------------------------------------
     def refusal(self, answer: Answer) -> str:
@@ -157,11 +159,19 @@ class Rounds:
         return ""
 
     def answer(self, answer: Answer) -> str:
-        """Take a complete answer; '' or the reason of its refusal. It counts once its learner reported what it covers."""
+        """Take a complete answer; '' or why not. It counts once its learner has reported what it covers."""
         reason = self.refusal(answer)
         if not reason:
             self.calls[answer.fragment].answers[answer.who] = answer
         return reason
+
+    def pause(self) -> None:
+        """Open no more slots: the syncer is about to stop."""
+        self.paused = True
+
+    def retire(self, who: Who) -> None:
+        """This incarnation is gone for good: its book is closed once no open call holds an answer of it."""
+        self._retired.add(who)
 
     def report(self, who: Who, tokens: int) -> None:
         """A member's cumulative token counter, from its Alive or Goodbye."""
@@ -173,10 +183,11 @@ class Rounds:
         actions: list[Action] = [Lost(member) for member in self.members.silent(now)]
         for call in sorted(self.calls.values(), key=lambda c: c.slot):
             actions += self._settle(call, now)
-        if self.state == "running":
+        if self.state == "running" and not self.paused:
             actions += self._open_due(now)
-        if self.state == "draining":
+        if self.state == "draining" and not self.paused:
             actions += self._drain(now)
+        self._close_books()
         return actions
 
     def next_deadline(self, now: float) -> float:
@@ -319,6 +330,12 @@ class Rounds:
     def _gives_up(self, now: float) -> bool:
         late = self._drain_at is not None and now - self._drain_at >= DRAIN_SECONDS
         return late or not self.members.live()
+
+    def _close_books(self) -> None:
+        held = {who for call in self.calls.values() for who in call.answers}
+        for who in sorted(self._retired - held):
+            self.ledger.close(who)
+            self._retired.discard(who)
 
     def _close(self, call: OpenCall) -> None:
         if self.calls.get(call.fragment) is call:

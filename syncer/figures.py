@@ -1,0 +1,83 @@
+"""What a run achieved, in the words of docs/figures: uptime, participation, useful share. Pure sums, O(1) memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+RECENT_BEATS = 30
+
+
+@dataclass
+class Figures:
+    """Sums over a run's merges. Seconds are the syncer's steady clock; `parameters` is N, elements of the model."""
+
+    parameters: int
+    steps_between: float
+    """H / P."""
+    merges: int = 0
+    contributions: int = 0
+    """Answers that were merged."""
+    participation_sum: float = 0.0
+    late_seconds: float = 0.0
+    """Sum of max(0, gap between merges - 2 (H / P) typical steps)."""
+    longest_gap_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    bytes_f32_allreduce: int = 0
+    first_step_at: float | None = None
+    last_merge_at: float | None = None
+    first_merge_at: float | None = None
+    now: float = 0.0
+    _t: int = 0
+
+    def stepped(self, now: float) -> None:
+        """A live learner is past its first step: the run's clock starts."""
+        self.now = now
+        if self.first_step_at is None:
+            self.first_step_at = now
+
+    def reached(self, t: int, live: int) -> None:
+        """Global step `t` with `live` learners: a data-parallel ring would have moved 2 (M - 1) 4 N bytes a step."""
+        if t > self._t:
+            self.bytes_f32_allreduce += (t - self._t) * 2 * max(0, live - 1) * 4 * self.parameters
+            self._t = t
+
+    def merged(self, now: float, *, contributors: int, live: int, typical_seconds: float, seconds: float) -> None:
+        self.merges += 1
+        self.contributions += contributors
+        self.participation_sum += min(1.0, contributors / max(1, live))
+        self.merge_seconds += seconds
+        if self.first_merge_at is None:
+            self.first_merge_at = now
+        if self.last_merge_at is not None:
+            gap = now - self.last_merge_at
+            self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
+            self.late_seconds += max(0.0, gap - 2 * self.steps_between * typical_seconds)
+        self.last_merge_at = now
+
+    def to_summary(self) -> dict[str, Any]:
+        seconds = 0.0 if self.first_step_at is None else max(0.0, self.now - self.first_step_at)
+        first = self.first_merge_at
+        return {
+            "merges": self.merges,
+            "seconds": round(seconds, 3),
+            "uptime": round(1 - min(1.0, self.late_seconds / seconds), 4) if seconds else 0.0,
+            "merge_participation": round(self.participation_sum / self.merges, 4) if self.merges else 0.0,
+            "longest_merge_gap_seconds": round(self.longest_gap_seconds, 3),
+            "merge_seconds_mean": round(self.merge_seconds / self.merges, 6) if self.merges else 0.0,
+            "seconds_to_first_merge": round(first - (self.first_step_at or first), 3) if first is not None else None,
+            "bytes_f32_allreduce": self.bytes_f32_allreduce,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Sums that a resumed run goes on with (clock readings do not survive a process)."""
+        names = ("merges", "contributions", "participation_sum", "late_seconds", "longest_gap_seconds",
+                 "merge_seconds", "bytes_f32_allreduce")  # fmt: skip
+        elapsed = 0.0 if self.first_step_at is None else self.now - self.first_step_at
+        return {name: getattr(self, name) for name in names} | {"elapsed": elapsed, "t": self._t}
+
+    def load_json(self, rows: dict[str, Any], now: float) -> None:
+        rows = dict(rows)
+        self.first_step_at, self._t, self.now = now - rows.pop("elapsed"), rows.pop("t"), now
+        for name, value in rows.items():
+            setattr(self, name, value)

@@ -1,0 +1,127 @@
+"""What a Hello is answered: seed, wait, welcome, refused or finished. Pure; version 0's bytes are assembled here.
+
+Until version 0 lies complete on the syncer's disk nobody is welcome. It comes from a file, or from ONE learner chosen
+here; the choice lapses when that learner is silent for 3 beats. After that no fresh learner can ever become the
+authority: another layout is refused, the same one fetches what the run has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgpack
+
+from ..common.config import RunSettings
+from ..common.errors import Malformed, SettingError
+from ..common.fragments import Layout, Plan, balanced_plan, default_fragments
+from ..common.wire import Assembly, Hello, Seed
+from .ledger import Who
+from .members import SILENCE_SECONDS, Members
+
+Verdict = Literal["welcome", "wait", "seed", "refused", "finished", "reset"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    verdict: Verdict
+    reason: str = ""
+    missing: tuple[int, ...] = ()
+
+
+@dataclass
+class Seeding:
+    """The chosen learner, what it has sent so far, and when it was last heard."""
+
+    who: Who
+    plan: Plan
+    heard_at: float
+    assemblies: dict[int, Assembly] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.assemblies:
+            sizes = [f.length * 4 for f in self.plan.fragments] + [self.plan.layout.static_bytes]
+            self.assemblies = {p: Assembly(size) for p, size in enumerate(sizes)}
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(p for p, a in self.assemblies.items() if a.missing)
+
+
+def layout_of(hello: Hello) -> Layout:
+    """The layout in a Hello's payload, checked and fitting its fingerprint; Malformed otherwise."""
+    try:
+        rows = msgpack.unpackb(hello.payload, raw=False, max_ext_len=0, max_bin_len=0)
+    except (ValueError, msgpack.UnpackException, UnicodeDecodeError, RecursionError) as wrong:
+        raise Malformed("layout", type(wrong).__name__) from wrong
+    layout = Layout.from_wire(rows)
+    if layout.fingerprint != hello.fingerprint:
+        raise Malformed("layout", "the fingerprint does not fit the layout")
+    return layout
+
+
+def plan_for(layout: Layout, settings: RunSettings) -> Plan:
+    """The run's plan; SettingError if the settings cannot cut this layout."""
+    return balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
+
+
+class Joining:
+    """Answers Hellos. `plan` is None until version 0 is there."""
+
+    def __init__(self, settings: RunSettings, plan: Plan | None = None) -> None:
+        self.settings = settings
+        self.plan = plan
+        self.seeding: Seeding | None = None
+        self.finished = False
+
+    def reply(self, hello: Hello, members: Members, now: float) -> Reply:
+        """The answer to `hello`; Malformed if its layout is not what it must be."""
+        if self.plan is None:
+            return self._before_seed(hello, now)
+        if hello.fingerprint != self.plan.layout.fingerprint:
+            difference = self.plan.layout.difference(layout_of(hello))
+            return Reply("refused", f"your model is not the run's: {difference}; build the same model")
+        if self.finished:
+            return Reply("finished")
+        if not hello.bulk_proven:
+            return Reply("wait", "your bulk uplink is not proven yet")
+        if hello.role == "observer":
+            return Reply("welcome")
+        verdict = members.admit(hello.name, hello.incarnation, now)
+        if verdict == "refused":
+            return Reply("refused", f"the name {hello.name} is in use by a learner that is alive; take another --name")
+        return Reply(verdict, "the name's former holder is not silent yet" if verdict == "wait" else "")
+
+    def _before_seed(self, hello: Hello, now: float) -> Reply:
+        if hello.role == "observer" or not hello.bulk_proven:
+            return Reply("wait", "the run has no version 0 yet")
+        who = (hello.name, hello.incarnation)
+        if self.seeding is not None and now - self.seeding.heard_at >= SILENCE_SECONDS:
+            self.seeding = None
+        if self.seeding is None:
+            try:
+                self.seeding = Seeding(who, plan_for(layout_of(hello), self.settings), now)
+            except SettingError as wrong:
+                return Reply("refused", str(wrong))
+        if self.seeding.who != who:
+            return Reply("wait", f"{self.seeding.who[0]} is sending version 0")
+        self.seeding.heard_at = now
+        return Reply("seed", missing=self.seeding.missing())
+
+    def seed(self, message: Seed, now: float) -> Seeding | None:
+        """Take one chunk of version 0; the complete Seeding when it was the last one. Malformed on any misfit."""
+        seeding = self.seeding
+        if seeding is None or seeding.who != (message.name, message.incarnation):
+            raise Malformed("stranger", "not chosen to send version 0")
+        seeding.heard_at = now
+        assembly = seeding.assemblies.get(message.fragment)
+        if assembly is None:
+            raise Malformed("fragment", f"{message.fragment}")
+        if assembly.missing and assembly.add(message) and _sha256(assembly.payload) != message.digest:
+            seeding.assemblies[message.fragment] = Assembly(assembly.size)
+            raise Malformed("digest", f"version 0 of fragment {message.fragment}")
+        return None if seeding.missing() else seeding
+
+
+def _sha256(payload: memoryview) -> str:
+    return hashlib.sha256(payload).hexdigest()

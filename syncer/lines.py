@@ -1,0 +1,122 @@
+"""The syncer's four sockets as one thing: wait, receive control first, send on the right plane."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from ..common.errors import Malformed
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink
+from ..common.wire import Message, Plane, beat_topic, prefix
+
+QUEUE_MESSAGES = 256
+"""Water mark of the bulk plane, in messages of at most 1 MiB."""
+BULK_A_TURN = 64
+"""Bulk messages taken before control is looked at again."""
+OUTBOX_MESSAGES = 4096
+"""Bulk messages kept while the broker takes no more; beyond it the oldest are dropped, and learners heal by Fetch."""
+RETRY_SECONDS = 0.005
+"""How soon a full uplink is tried again (there is no event for it)."""
+
+CONTROL_KINDS = ("hello", "alive", "goodbye", "fetch")
+BULK_KINDS = ("delta", "seed")
+
+
+class Lines:
+    """Connected to a broker. All calls from one thread."""
+
+    def __init__(self, broker: str, run: str, on_malformed: Callable[[bytes, Malformed], Any]) -> None:
+        address = Address.parse(broker)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._up = {
+            Plane.CONTROL: Uplink(self._context, address.control_in, hwm_messages=CONTROL_MESSAGES),
+            Plane.BULK: Uplink(self._context, address.bulk_in, hwm_messages=QUEUE_MESSAGES),
+        }
+        self._control = Downlink(
+            self._context, address.control_out, hwm_messages=CONTROL_MESSAGES, on_malformed=on_malformed
+        )
+        self._bulk = Downlink(self._context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, on_malformed=on_malformed)
+        for kind in CONTROL_KINDS:
+            self._control.subscribe(prefix(run, kind))
+        self._control.subscribe(beat_topic(run))
+        for kind in BULK_KINDS:
+            self._bulk.subscribe(prefix(run, kind))
+        self._outbox: deque[Message] = deque()
+        self.dropped = 0
+        """Messages that could not be sent because no broker took them."""
+        self._poller = zmq.Poller()
+        for socket in (self._control.socket, self._bulk.socket, *(up.socket for up in self._up.values())):
+            self._poller.register(socket, zmq.POLLIN)
+
+    @property
+    def proven(self) -> bool:
+        """The broker listens on both planes."""
+        return all(up.proven for up in self._up.values())
+
+    def wait(self, seconds: float) -> None:
+        """Until something arrives, at most `seconds`."""
+        if self._outbox:
+            self._flush()
+        limit = min(seconds, RETRY_SECONDS) if self._outbox else seconds
+        self._poller.poll(math.ceil(max(0.0, limit) * 1000))
+        for up in self._up.values():
+            up.read_subscriptions()
+
+    def receive(self) -> Iterator[Message]:
+        """What has arrived: all control messages, then a bounded number of bulk messages."""
+        while (message := self._control.receive()) is not None:
+            yield message
+        for _ in range(BULK_A_TURN):
+            message = self._bulk.receive()
+            if message is None:
+                return
+            yield message
+
+    def send(self, message: Message, plane: Plane | None = None) -> None:
+        """Send now; on the bulk plane a message that the broker cannot take yet waits in order behind the others."""
+        plane = plane or message.PLANE
+        if plane is Plane.CONTROL:
+            self.dropped += not self._up[plane].send(message)
+            return
+        self._outbox.append(message)
+        self._flush()
+        while len(self._outbox) > OUTBOX_MESSAGES:
+            self._outbox.popleft()
+            self.dropped += 1
+
+    def _flush(self) -> None:
+        up = self._up[Plane.BULK]
+        while self._outbox:
+            if not up.send(self._outbox[0]):
+                if not up.proven:  # nobody is there: what waits would only be stale later
+                    self.dropped += len(self._outbox)
+                    self._outbox.clear()
+                return
+            self._outbox.popleft()
+
+    @property
+    def bytes_up(self) -> int:
+        return sum(up.bytes_sent for up in self._up.values())
+
+    @property
+    def bytes_down(self) -> int:
+        return self._control.bytes_received + self._bulk.bytes_received
+
+    @property
+    def gaps(self) -> int:
+        return self._control.gaps + self._bulk.gaps
+
+    @property
+    def rejected(self) -> Counter[str]:
+        return self._control.rejected + self._bulk.rejected
+
+    def close(self) -> None:
+        for up in self._up.values():
+            up.close()
+        for down in (self._control, self._bulk):
+            down.close()
+        self._context.term()

@@ -1,0 +1,280 @@
+"""The syncer. Open this file first: `run` is a table of contents.
+
+It hears learners (reception), lets the round machine decide (rounds), merges and publishes (merging), and keeps on
+disk what must survive (checkpoint, writer). Everything it decides with is pure; it alone owns sockets and time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..common.config import BEAT_SECONDS
+from ..common.errors import Malformed, SaveFailed, Superseded
+from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
+from .export import save_model
+from .merging import Merging
+from .parts import Parts, Run, Served
+from .reception import Reception
+from .rounds import Called, Drained, Lost, Merge, Unmet
+from .start import begin
+from .telling import learner_rows, run_figures, write_summary
+
+STOP_SECONDS = 4.0
+"""How long a stop waits for open rounds."""
+SAVE_SECONDS = 30.0
+"""How long the last checkpoint may take."""
+LINGER_SECONDS = 2.0
+"""After the end, how long nobody must have fetched anything before the syncer goes."""
+BELOW_QUORUM_SECONDS = 5.0
+"""How often the syncer says that it waits for learners."""
+
+
+class Syncer:
+    """One syncer process's life."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.current = Run(parts.config.settings)
+        self.reception = Reception(parts, self.current)
+        self.merging = Merging(parts, self.current)
+        self._takes: dict[type[Message], Callable[[Any, float], None]] = {
+            Hello: self.reception.hello,
+            Seed: self.reception.seed,
+            Alive: self.reception.alive,
+            Goodbye: self.reception.goodbye,
+            Delta: self.merging.delta,
+            Fetch: self.merging.fetch,
+            Beat: self._rival,
+        }
+        self._beat_at = 0.0
+        self._stop_at: float | None = None
+        self._finished_at: float | None = None
+        self._below_quorum_at = 0.0
+        self._saved_step = 0
+
+    def run(self) -> None:
+        """From the first look at the disk to the last save. SaveFailed if the disk does not hold the end."""
+        begin(self.parts, self.current, lambda: self._stop_at is not None)
+        self._resumed()
+        while not self._over():
+            self._turn()
+        self._end()
+
+    def stop(self) -> None:
+        """Finish the open rounds, save, and leave. Only sets the wish: safe in a signal handler."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic()
+
+    # --- one turn ----------------------------------------------------------------------------------------------------
+    def _turn(self) -> None:
+        self.parts.lines.wait(self._idle_seconds())
+        self.parts.clock.turn(connected=self.parts.lines.proven)
+        now = self.parts.clock.now()
+        for message in self.parts.lines.receive():
+            self._take(message, now)
+        if self.current.served is not None and self.current.phase != "finished":
+            self._rounds(self.current.served, now)
+        self.merging.repair(now)
+        if time.monotonic() >= self._beat_at:
+            self._beat(now)
+
+    def _idle_seconds(self) -> float:
+        """Until the next thing that is due without a message."""
+        now, served = self.parts.clock.now(), self.current.served
+        idle = [BEAT_SECONDS, self._beat_at - time.monotonic()]
+        if served is not None and self.current.phase != "finished":
+            idle.append(served.rounds.next_deadline(now) - now)
+        if self.merging.repairs.due_at is not None:
+            idle.append(self.merging.repairs.due_at - now)
+        return max(0.0, min(idle))
+
+    def _take(self, message: Message, now: float) -> None:
+        take = self._takes.get(type(message))
+        try:
+            if message.run != self.current.settings.run or take is None:
+                raise Malformed("run", f"a {message.KIND} of {message.run}")
+            take(message, now)
+        except Malformed as wrong:
+            self._reject(message, wrong)
+
+    def _reject(self, message: Message, wrong: Malformed) -> None:
+        name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
+        detail = str(wrong)[:200]
+        self.parts.teller.reject(name, wrong.reason, kind=message.KIND, fragment=fragment, detail=detail)
+        if isinstance(message, Delta):
+            self.reception.rejected(name, message.incarnation, wrong.reason, detail)
+
+    def _rounds(self, served: Served, now: float) -> None:
+        for action in served.rounds.tick(now):
+            match action:
+                case Called(call):
+                    self.parts.lines.send(served.rounds.wire_call(call))
+                case Merge(call):
+                    for name, incarnation in self.merging.merge(served, action, now):
+                        self.parts.teller.reject(name, "unreported", kind="delta", fragment=call.fragment)
+                        self.reception.rejected(name, incarnation, "unreported", "tokens that it never reported")
+                case Lost(member):
+                    self.parts.teller.event("lost", learner=member.name, incarnation=member.incarnation)
+                case Unmet(call):
+                    self.parts.teller.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
+                case Drained():
+                    self._finish(served)
+        if served.rounds.state == "draining" and self.current.phase == "running":
+            self.current.phase = "draining"
+        self._say_below_quorum(served, now)
+        self._checkpoint_if_due(served)
+
+    def _rival(self, beat: Beat, _now: float) -> None:
+        if beat.syncer != self.current.number and beat.epoch > self.current.epoch:
+            raise Superseded(
+                f"another syncer serves run {beat.run} under epoch {beat.epoch}, mine is {self.current.epoch}; "
+                "this one stops, nothing is lost"
+            )
+
+    def _say_below_quorum(self, served: Served, now: float) -> None:
+        able, quorum = served.rounds.may_answer(), self.current.settings.quorum
+        if able < quorum and now - self._below_quorum_at >= BELOW_QUORUM_SECONDS:
+            self._below_quorum_at = now
+            self.parts.teller.warn("below_quorum", have=able, quorum=quorum, sentence=f"{able} of {quorum} learners")
+
+    # --- beats -------------------------------------------------------------------------------------------------------
+    def _beat(self, now: float) -> None:
+        self._beat_at = time.monotonic() + BEAT_SECONDS
+        beat = self._beat_message(now)
+        self.parts.lines.send(beat, Plane.CONTROL)
+        self.parts.lines.send(beat, Plane.BULK)
+        self._tell(now)
+
+    def _beat_message(self, now: float) -> Beat:
+        run, config = self.current, self.parts.config
+        served, settings = run.served, run.settings
+        return Beat(
+            run=settings.run,
+            epoch=run.epoch,
+            state=run.phase,
+            t=served.rounds.step(now) if served else 0,
+            steps=settings.steps,
+            step_seconds=served.rounds.members.typical_step_seconds() if served else 0.0,
+            versions=tuple(served.state.versions) if served else (),
+            calls=served.rounds.wire_calls() if served else (),
+            settings=settings.to_map(),
+            task=config.task.to_map() if config.task else {},
+            fingerprint=served.state.plan.layout.fingerprint if served else "",
+            data_hash=config.data_hash,
+            model_hash=run.model_hash,
+            syncer=run.number,
+        )
+
+    def _tell(self, now: float) -> None:
+        """Redis as a person reads it: the run and everybody in it."""
+        run, teller = self.current, self.parts.teller
+        if run.served is None:
+            teller.waiting(run.settings, run.phase, run.epoch)
+            return
+        rounds = run.served.rounds
+        figures = run_figures(rounds, run.served.figures, run.phase, now)
+        teller.run(figures | {"model_hash": run.model_hash, "save_error": self.parts.writer.last_error})
+        for member in rounds.members.forget_oldest():
+            rounds.retire(member.who)
+            teller.registry.forget_learner(member.name)
+        for member in rounds.members.by_name.values():
+            teller.member(member, rounds, now)
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+    def _checkpoint_if_due(self, served: Served) -> None:
+        every, t = self.current.settings.checkpoint_every, served.rounds.t
+        if every and t - self._saved_step >= every:
+            self._save(served)
+        for outcome in self.parts.writer.outcomes():
+            if outcome.error:
+                self.parts.teller.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
+            else:
+                self.parts.teller.event(
+                    "checkpoint", step=outcome.t, number=outcome.number, bytes=outcome.bytes,
+                    seconds=round(outcome.seconds, 3),
+                )  # fmt: skip
+
+    def _save(self, served: Served) -> None:
+        self._saved_step = served.rounds.t
+        self.parts.writer.submit(served.state.snapshot(), served.bookkeeping(self.current), t=served.rounds.t)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+    def _resumed(self) -> None:
+        """A run that had ended is served until everybody knows."""
+        served = self.current.served
+        if served is not None:
+            self._saved_step = served.rounds.t
+            if self.current.phase == "finished":
+                self._mark_finished(served)
+
+    def _finish(self, served: Served) -> None:
+        """Every fragment had its last round: the final version is Theta + e, saved before anybody hears of it."""
+        served.state.finalize()
+        self._mark_finished(served)
+        self._save(served)
+        self.parts.teller.event("finished", step=self.current.settings.steps, model_hash=self.current.model_hash)
+        self._beat_at = 0.0
+
+    def _mark_finished(self, served: Served) -> None:
+        self.current.phase = "finished"
+        self.current.model_hash = served.state.model_hash()
+        served.digests = [{} for _ in served.digests]
+        self._finished_at = time.monotonic()
+
+    def _over(self) -> bool:
+        """Finished and known to all, or asked to stop with nothing open any more."""
+        served, real = self.current.served, time.monotonic()
+        if self._finished_at is not None and served is not None:
+            return self._stop_at is not None or self._known_to_all(served, real - self._finished_at)
+        if self._stop_at is None:
+            return False
+        if served is None or not served.rounds.calls:
+            return True
+        self.current.phase = "stopping"
+        served.rounds.pause()
+        return real - self._stop_at >= STOP_SECONDS
+
+    def _known_to_all(self, served: Served, waited: float) -> bool:
+        now = self.parts.clock.now()
+        served.rounds.members.silent(now)
+        quiet = waited >= LINGER_SECONDS and now - self.merging.repairs.asked_at >= LINGER_SECONDS
+        return (quiet and not served.rounds.members.live()) or waited >= self.parts.config.drain_seconds
+
+    def _end(self) -> None:
+        served, parts, saved = self.current.served, self.parts, True
+        if served is not None:
+            if self.current.phase == "finished":
+                served.rounds.ledger.close_all()
+            self._save(served)
+            saved = parts.writer.close(SAVE_SECONDS)
+            self._export(served)
+        else:
+            parts.writer.close(SAVE_SECONDS)
+        parts.teller.event("syncer_stopped", state=self.current.phase, saved=saved)
+        self._tell(parts.clock.now())
+        if not saved:
+            error = parts.writer.last_error or "it took too long"
+            raise SaveFailed(f"the last checkpoint could not be written into {parts.config.directory}: {error}")
+
+    def _export(self, served: Served) -> None:
+        """model.safetensors and summary.json, in the run's folder."""
+        run, where = self.current, self.parts.config.directory.parent
+        save_model(served.state, where / "model.safetensors")
+        state = run.phase if run.phase == "finished" else "stopped"
+        summary = run_figures(served.rounds, served.figures, state, self.parts.clock.now())
+        write_summary(
+            where / "summary.json",
+            summary
+            | {
+                "steps": run.settings.steps,
+                "t": served.rounds.t,
+                "model_hash": served.state.model_hash(),
+                "learners": learner_rows(served.rounds),
+                "rejected": self.parts.teller.rejections(),
+                "messages_dropped": self.parts.lines.dropped,
+                "syncer_bytes_up": self.parts.lines.bytes_up,
+                "syncer_bytes_down": self.parts.lines.bytes_down,
+            },
+        )

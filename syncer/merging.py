@@ -1,0 +1,124 @@
+"""Deltas in, updates out: answers are taken, merged and published, and lost pieces are sent again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..common.codec import digest
+from ..common.errors import Malformed
+from ..common.wire import Chunked, Delta, Fetch, Keyframe, Update, split
+from .ledger import Who
+from .merge import token_weight
+from .parts import Parts, Run, Served
+from .repairs import Repair, Repairs
+from .rounds import Merge
+from .state import Merged
+
+
+class Merging:
+    """Everything that moves the model's bytes."""
+
+    def __init__(self, parts: Parts, run: Run) -> None:
+        self._parts, self._run = parts, run
+        self.repairs = Repairs()
+
+    def delta(self, delta: Delta, _now: float) -> None:
+        """Take one chunk of an answer. Malformed with the reason if it is refused."""
+        served = self._run.served
+        if served is None:
+            raise Malformed("early", "the run has no version 0 yet")
+        answer = served.intake.take(delta)
+        if answer is None:
+            return
+        reason = served.rounds.answer(answer)
+        if reason:
+            raise Malformed(reason)
+        member = served.rounds.members.get(answer.who)
+        if member is not None:
+            member.rejected_in_a_row = 0
+
+    def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
+        """Carry out a Merge: new version, published to all. Whose answers could not be counted."""
+        began, call, rounds, teller = time.perf_counter(), merge.call, served.rounds, self._parts.teller
+        weights = [token_weight(a.tokens, a.steps) for a in merge.answers]
+        try:
+            merged = served.state.merge(call.fragment, [a.vector.delta for a in merge.answers], weights)
+        except Malformed as wrong:
+            teller.warn("merge_failed", fragment=call.fragment, slot=call.slot, detail=str(wrong))
+            self._parts.lines.send(rounds.wire_call(rounds.failed(merge, now).call))
+            return ()
+        t = rounds.step(now)
+        self._publish(served, merge, merged, t)
+        seconds = time.perf_counter() - began
+        rounds.merged(merge, seconds)
+        served.intake.forget_closed()
+        for answer in merge.answers:
+            served.screen.merged(call.fragment, answer.vector.norm)
+        _count(served, merge, now, seconds)
+        teller.merged(served.state, merge, merged, t, seconds)
+        return tuple(a.who for a in merge.unreported)
+
+    def fetch(self, fetch: Fetch, now: float) -> None:
+        served = self._run.served
+        if served is not None and fetch.epoch == self._run.epoch and fetch.fragment <= served.state.plan.P:
+            self.repairs.ask(fetch, now)
+
+    def repair(self, now: float) -> None:
+        """Send what was asked for, where it is time."""
+        for repair in self.repairs.due(now):
+            served = self._run.served
+            source = self._source(served, repair) if served is not None else None
+            if source is not None:
+                make, payload = source
+                for part in split(payload, repair.chunks):
+                    self._parts.lines.send(make(part))
+
+    def _publish(self, served: Served, merge: Merge, merged: Merged, t: int) -> None:
+        settings, call = self._run.settings, merge.call
+        header: dict[str, Any] = {
+            "run": settings.run,
+            "epoch": self._run.epoch,
+            "slot": call.slot,
+            "t": t,
+            "fragment": call.fragment,
+            "version": merged.version,
+            "base_version": merged.base_version,
+            "contributors": tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers),
+            "codec": settings.codec_down,
+            "digest": merged.digest,
+        }
+        updates = [Update(**header, **part) for part in split(merged.payload)]
+        for update in updates:
+            self._parts.lines.send(update)
+        served.remember(updates[0])
+
+    def _source(self, served: Served, repair: Repair) -> tuple[Callable[[dict[str, Any]], Chunked], memoryview] | None:
+        """How to make the message of one chunk, and the whole payload; None where there is nothing to give."""
+        state, p = served.state, repair.fragment
+        if repair.what == "update":
+            update, last = served.updates.get(p), state.last_update(p) if p < state.plan.P else None
+            if update is None or last is None or last.version != update.version:
+                return None
+            return lambda part: Update(**{**vars(update), **part}), last.payload
+        if repair.what == "initial" and p < state.plan.P:
+            payload = self._parts.checkpoints.initial(p)
+            version, sha = 0, digest(payload)
+        else:
+            version, payload, sha = state.keyframe(p)
+        header: dict[str, Any] = {"run": self._run.settings.run, "epoch": self._run.epoch, "fragment": p, "t": served.rounds.t,
+                  "version": version, "digest": sha}  # fmt: skip
+        return lambda part: Keyframe(**header, **part), payload
+
+
+def _count(served: Served, merge: Merge, now: float, seconds: float) -> None:
+    rounds = served.rounds
+    served.figures.reached(rounds.step(now), len(rounds.members.live()))
+    served.figures.merged(
+        now,
+        contributors=len(merge.answers),
+        live=rounds.may_answer(),
+        typical_seconds=rounds.members.typical_step_seconds(),
+        seconds=seconds,
+    )

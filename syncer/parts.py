@@ -1,0 +1,86 @@
+"""What the syncer's doors share: the parts it owns, and what is true of the run right now."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..common.config import RunSettings, SyncerConfig
+from ..common.wire import Update
+from .checkpoint import Checkpoints
+from .clock import SteadyClock
+from .figures import Figures
+from .intake import Intake
+from .lines import Lines
+from .rounds import Rounds
+from .screen import NormScreen
+from .state import GlobalState
+from .telling import Teller
+from .writer import CheckpointWriter
+
+Phase = Literal["waiting", "seeding", "running", "draining", "finished", "stopping"]
+DIGESTS_KEPT = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a syncer owns for its whole life."""
+
+    config: SyncerConfig
+    lines: Lines
+    checkpoints: Checkpoints
+    writer: CheckpointWriter
+    teller: Teller
+    clock: SteadyClock
+
+
+@dataclass
+class Served:
+    """What exists once version 0 is there: the model, and the machines that decide on it."""
+
+    state: GlobalState
+    rounds: Rounds
+    figures: Figures
+    screen: NormScreen = field(init=False)
+    intake: Intake = field(init=False)
+    digests: list[dict[int, str]] = field(init=False)
+    """Per fragment: version -> digest of the last few, to compare with what learners say they hold."""
+    updates: dict[int, Update] = field(default_factory=dict)
+    """Per fragment: the last Update as it went out (its first chunk), to be sent again."""
+
+    def __post_init__(self) -> None:
+        P = self.state.plan.P
+        self.screen = NormScreen(P)
+        self.intake = Intake(self.rounds, self.state, self.screen)
+        self.digests = [{self.state.versions[p]: self.state.keyframe(p)[2]} for p in range(P)]
+
+    def remember(self, update: Update) -> None:
+        known = self.digests[update.fragment]
+        known[update.version] = update.digest
+        while len(known) > DIGESTS_KEPT:
+            del known[min(known)]
+        self.updates[update.fragment] = update
+
+    def bookkeeping(self, run: Run) -> dict[str, Any]:
+        """What a checkpoint keeps beside the model."""
+        return {
+            "phase": run.phase,
+            "epoch": run.epoch,
+            "rounds": self.rounds.to_json(),
+            "figures": self.figures.to_json(),
+        }
+
+
+@dataclass
+class Run:
+    """What is true of the run now."""
+
+    settings: RunSettings
+    epoch: int = 0
+    phase: Phase = "waiting"
+    model_hash: str = ""
+    """Set when finished."""
+    served: Served | None = None
+    number: int = field(default_factory=lambda: secrets.randbits(53))
+    """Of this syncer process."""

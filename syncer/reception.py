@@ -1,0 +1,159 @@
+"""Who comes, who is here, who goes: Hello, Seed, Alive, Goodbye and the Welcomes that answer them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.errors import Malformed
+from ..common.fragments import Plan
+from ..common.wire import Alive, Goodbye, Hello, Seed, Welcome
+from .export import read_model
+from .joining import Joining, Reply, Seeding
+from .members import Member, Members
+from .parts import Parts, Run, Served
+from .start import serve
+from .state import GlobalState
+
+RESET_AFTER = 3
+"""Answers in a row rejected for what they hold, after which a learner is reset by keyframes."""
+CONTENT_REASONS = frozenset({"nonfinite", "norm", "scale", "code", "size", "stale", "unreported"})
+"""Reasons that speak of what a learner sent; being late or repeated is no fault."""
+
+
+class Reception:
+    """Takes the messages of coming and going, and answers them."""
+
+    def __init__(self, parts: Parts, run: Run) -> None:
+        self._parts, self._run = parts, run
+        self._joining = Joining(run.settings)
+
+    def hello(self, hello: Hello, now: float) -> None:
+        run, joining, teller = self._run, self._joining, self._parts.teller
+        joining.plan = run.served.state.plan if run.served else None
+        joining.finished = run.phase == "finished"
+        chosen = joining.seeding
+        reply = joining.reply(hello, run.served.rounds.members if run.served else Members(), now)
+        if reply.verdict == "refused":
+            teller.event("refused", learner=hello.name, reason=reply.reason)
+        if joining.seeding is not None and joining.seeding is not chosen:
+            run.phase = "seeding"
+            teller.event("seeding", learner=hello.name)
+        if reply.verdict == "seed" and self._parts.config.init is not None:
+            self._seed_from_file()
+            return  # the next Hello is welcomed
+        if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
+            self._join(run.served, hello, now)
+        self._answer(hello.name, hello.incarnation, reply)
+
+    def seed(self, message: Seed, now: float) -> None:
+        if self._run.served is not None:
+            return  # a chunk of version 0 that came twice
+        seeding = self._joining.seed(message, now)
+        if seeding is not None:
+            self._seeded(seeding.plan, *_vectors(seeding), source=message.name)
+
+    def alive(self, alive: Alive, now: float) -> None:
+        served = self._run.served
+        if served is None:
+            return
+        members = served.rounds.members
+        was = members.get((alive.name, alive.incarnation))
+        returned = was is not None and was.state == "lost"
+        member = members.heard(alive, now)
+        if member is None:
+            raise Malformed("stranger", "not a member; say Hello")
+        served.rounds.report(member.who, alive.tokens)
+        if returned:
+            self._parts.teller.event("returned", learner=member.name)
+        if member.step_seconds > 0:
+            served.figures.stepped(now)
+        if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
+            self.reset(member, "it holds other bits than the run")
+
+    def goodbye(self, goodbye: Goodbye, now: float) -> None:
+        served, who = self._run.served, (goodbye.name, goodbye.incarnation)
+        member = served.rounds.members.get(who) if served else None
+        if served is None or member is None or member.state == "left":
+            return  # the same goodbye again
+        served.rounds.report(who, goodbye.tokens)
+        served.rounds.members.leave(who)
+        served.rounds.retire(who)
+        self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
+        if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
+            self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
+        self._parts.teller.member(member, served.rounds, now)
+
+    def rejected(self, name: str, incarnation: int, reason: str, detail: str) -> None:
+        """Something of this learner was not taken: count it, and after three wrong answers in a row reset it."""
+        served = self._run.served
+        member = served.rounds.members.get((name, incarnation)) if served else None
+        if member is None:
+            return
+        member.rejected += 1
+        if reason in CONTENT_REASONS:
+            member.rejected_in_a_row += 1
+            if member.rejected_in_a_row >= RESET_AFTER:
+                self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
+
+    def reset(self, member: Member, why: str) -> None:
+        """Order a learner to drop what it has and fetch every fragment."""
+        member.rejected_in_a_row = 0
+        self._parts.teller.warn("reset", learner=member.name, reason=why)
+        self._answer(member.name, member.incarnation, Reply("reset", why))
+
+    def _join(self, served: Served, hello: Hello, now: float) -> None:
+        members, teller = served.rounds.members, self._parts.teller
+        known = members.get((hello.name, hello.incarnation))
+        member, former = members.join(hello.name, hello.incarnation, now)
+        if former is not None:
+            served.rounds.retire(former.who)
+        member.host, member.device, member.pid = hello.host, hello.device, hello.pid
+        if known is not None:
+            return
+        teller.event("joined", learner=hello.name, incarnation=hello.incarnation, host=hello.host)
+        ours = self._parts.config.data_hash
+        if ours and hello.data_hash and ours != hello.data_hash:
+            teller.warn("data_differs", learner=hello.name)
+
+    def _answer(self, name: str, incarnation: int, reply: Reply) -> None:
+        seeding, served = self._joining.seeding, self._run.served
+        plan = served.state.plan if served else seeding.plan if seeding else None
+        self._parts.lines.send(
+            Welcome(
+                run=self._run.settings.run,
+                name=name,
+                incarnation=incarnation,
+                epoch=self._run.epoch,
+                verdict=reply.verdict,
+                reason=reply.reason[:1000],
+                fragments=plan.P if plan else 0,
+                plan_digest=plan.digest if plan else "",
+                missing=reply.missing,
+            )
+        )
+
+    def _seed_from_file(self) -> None:
+        """Version 0 from the file that was given: the first Hello says which layout it must have."""
+        seeding, path = self._joining.seeding, self._parts.config.init
+        if seeding is not None and path is not None:
+            self._seeded(seeding.plan, *read_model(seeding.plan, path), source=str(path))
+
+    def _seeded(self, plan: Plan, vectors: list[torch.Tensor], static: bytes, *, source: str) -> None:
+        """Version 0 is complete: on the disk first, and only then for anybody to use."""
+        settings = self._run.settings
+        self._parts.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
+        serve(self._parts, self._run, GlobalState.from_version_zero(plan, settings, vectors, static))
+        self._joining.seeding = None
+        self._parts.teller.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
+
+
+def _holds_other_bits(served: Served, alive: Alive) -> bool:
+    rows = zip(served.digests, alive.digest_versions, alive.digests, strict=False)
+    return any(version in known and not known[version].startswith(theirs) for known, version, theirs in rows)
+
+
+def _vectors(seeding: Seeding) -> tuple[list[torch.Tensor], bytes]:
+    """Flat f32 vectors of every fragment and the static bytes, from the complete assemblies."""
+    plan = seeding.plan
+    vectors = [torch.frombuffer(seeding.assemblies[p].payload, dtype=torch.float32) for p in range(plan.P)]
+    return vectors, bytes(seeding.assemblies[plan.static_index].payload)

@@ -1,0 +1,84 @@
+"""How a syncer begins: look at the disk, listen, take an epoch above every other, and go on from what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..common.errors import SettingError
+from .checkpoint import Restored
+from .figures import Figures
+from .parts import Parts, Run, Served
+from .rounds import Rounds
+from .state import GlobalState
+from .survey import Survey, listen
+
+
+def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
+    """After this the epoch is durable and, where the directory holds a run, it is served again.
+
+    SettingError if the directory is not ours to use, or is empty while the run exists elsewhere.
+    """
+    teller = parts.teller
+    parts.checkpoints.lock()
+    restored = parts.checkpoints.restore(run.settings)
+    survey = listen(
+        parts.lines,
+        stopped,
+        lambda seconds: teller.log.warning("broker_absent", broker=parts.config.broker, seconds=round(seconds)),
+    )
+    stored_epoch = teller.registry.stored_epoch()
+    if restored is None:
+        _refuse_foreign(parts, run, survey)
+    run.epoch = 1 + max(parts.checkpoints.epoch(), stored_epoch, survey.epoch)
+    parts.checkpoints.write_epoch(run.epoch)
+    teller.registry.write_epoch(run.epoch)
+    if restored is not None:
+        _resume(parts, run, restored, survey)
+    step = run.served.rounds.t if run.served else 0
+    teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
+
+
+def serve(parts: Parts, run: Run, state: GlobalState) -> Served:
+    """The model is here (version 0, or a checkpoint): from now on Hellos can be welcomed."""
+    plan = state.plan
+    rounds = Rounds(run.settings, [f.parameters for f in plan.fragments], run.epoch)
+    rounds.versions = list(state.versions)
+    run.served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
+    run.phase = "running"
+    parts.teller.fragments(state, rounds.t)
+    return run.served
+
+
+def _refuse_foreign(parts: Parts, run: Run, survey: Survey) -> None:
+    """An empty directory while the run exists elsewhere: never begin it a second time."""
+    where, name = parts.config.directory, run.settings.run
+    if survey.rival is not None:
+        raise SettingError(
+            f"run {name} is already served on {parts.config.broker}, and {where} holds nothing of it; "
+            "take another --run name, or give the directory that it began in"
+        )
+    if parts.teller.registry.stored_versions():
+        raise SettingError(
+            f"Redis knows run {name} as seeded, but {where} holds nothing of it; give the directory that it began in, "
+            f"or delete the keys dd:{name}:* and begin again"
+        )
+
+
+def _resume(parts: Parts, run: Run, restored: Restored, survey: Survey) -> None:
+    """Contents are the checkpoint's; versions go on above everything that anybody has seen."""
+    state, teller = restored.state, parts.teller
+    for warning in restored.warnings:
+        teller.warn("checkpoint_damaged", sentence=warning)
+    stored = teller.registry.stored_versions()
+    versions = [1 + max(v, stored.get(p, 0), survey.versions.get(p, 0)) for p, v in enumerate(state.versions)]
+    undone = sum(new - 1 - old for new, old in zip(versions, state.versions, strict=True))
+    state.renumber(versions)
+    served = serve(parts, run, state)
+    if restored.bookkeeping is not None:
+        served.rounds.load_json(restored.bookkeeping["rounds"])
+        served.rounds.versions = list(versions)
+        served.figures.load_json(restored.bookkeeping["figures"], parts.clock.now())
+        if restored.bookkeeping["phase"] == "finished" and served.rounds.t >= run.settings.steps:
+            run.phase = "finished"
+    if undone:
+        teller.warn("rolled_back", merges=undone, epoch=run.epoch, step=served.rounds.t)
