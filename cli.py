@@ -1,0 +1,250 @@
+"""The `diloco` command. Each subcommand gathers its settings and calls a part; what is heavy is loaded inside.
+
+Errors are one sentence on standard error; the exit code is the error's own (common/errors.py), 2 for a wrong setting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .common.config import BrokerConfig, LearnerConfig, RunSettings, TaskSettings
+from .common.errors import DilocoError
+from .compose.options import explicit, made_of, options_of
+from .compose.settings import UpConfig
+
+BROKER = click.option(
+    "--broker", default="tcp://127.0.0.1:5550", show_default=True, help="The broker's address: tcp://HOST:PORT."
+)
+DATA = click.option(
+    "--data", type=click.Path(path_type=Path), help="A text file or a folder of them. Without it: Python's own library."
+)
+THREADS = click.option(
+    "--threads", type=int, default=0, show_default=True, help="Threads to compute with. 0 = all cores."
+)
+REDIS = click.option(
+    "--redis", envvar="DILOCO_REDIS", help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none."
+)
+RUN_ARGUMENT = click.argument("run", metavar="[RUN]", default="")
+
+
+@click.group(invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.version_option(package_name="decoupled-diloco")
+@click.option("--parent", type=int, hidden=True)
+@click.option("--log-file", type=click.Path(path_type=Path), help="Append events to this file, one JSON line each.")
+@click.option("--log-level", default="info", show_default=True, help="Least level told: debug, info, warning, error.")
+@click.pass_context
+def group(context: click.Context, /, parent: int | None, **logging: Any) -> None:
+    """Train one model on compute that is far apart, unequal and unreliable, without ever stopping.
+
+    `diloco up` trains a small language model on this machine; `diloco learner --broker tcp://HOST:5550` helps a run
+    from another one.
+    """
+    if parent is not None:
+        from .compose.children import die_with
+
+        die_with(parent)
+    context.obj = {"terminal": parent is None, **logging}
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _log(context: click.Context, process: str) -> None:
+    from .common.log import configure
+
+    options = context.obj
+    configure(process, json_file=options["log_file"], level=options["log_level"], terminal=options["terminal"])
+
+
+@group.command()
+@options_of(RunSettings, defaults={"run": "made from date and time"})
+@options_of(TaskSettings)
+@options_of(UpConfig)
+@click.pass_context
+def up(context: click.Context, /, **given: Any) -> int:
+    """Train on this machine: store, broker, syncer, evaluator and learners, kept alive until the last step.
+
+    Ctrl-C once finishes the round, saves and ends; twice ends at once. `--resume runs/NAME` goes on.
+    """
+    from .compose import local
+
+    config = made_of(UpConfig, given)
+    return local.up(config, made_of(RunSettings, given), made_of(TaskSettings, given), explicit(context), context.obj)
+
+
+@group.command()
+@options_of(BrokerConfig)
+@click.pass_context
+def broker(context: click.Context, /, **given: Any) -> int:
+    """Pass messages on: the one address that all others need."""
+    from .broker.__main__ import main as run_broker
+
+    config = made_of(BrokerConfig, given)
+    _log(context, "broker")
+    return run_broker(config)
+
+
+@group.command()
+@BROKER
+@REDIS
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="The run's folder. Without it: runs/NAME.")
+@click.option("--own-model", is_flag=True, help="Learners bring their own model by join(); no built-in learner.")
+@click.option("--init", type=click.Path(path_type=Path), help="A safetensors file to begin from.")
+@DATA
+@options_of(RunSettings)
+@options_of(TaskSettings)
+@click.pass_context
+def syncer(context: click.Context, /, **given: Any) -> int:
+    """Hold the global model: call for the learners' progress, merge it, publish it. Goes on where its folder stands."""
+    from .compose.standalone import syncer_config
+
+    config = syncer_config(given, explicit(context))
+    _log(context, "syncer")
+    from .syncer.__main__ import main as run_syncer
+
+    run_syncer(config)
+    return 0
+
+
+@group.command()
+@BROKER
+@click.option("--name", help="A name of its own in the run. Without it: made from this machine's.")
+@options_of(LearnerConfig, leave_out=("broker", "name"))
+@DATA
+@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, or cuda:N.")
+@THREADS
+@click.pass_context
+def learner(context: click.Context, /, **given: Any) -> int:
+    """Join a run, train the built-in language model, and leave by Ctrl-C whenever you like."""
+    given["name"] = given["name"] or _own_name()
+    config = made_of(LearnerConfig, given)
+    _log(context, config.name)
+    from .learner.__main__ import main as run_learner
+
+    threads = given["threads"] or os.cpu_count() or 1
+    return run_learner(config, data=given["data"], device=given["device"], threads=threads)
+
+
+def _own_name() -> str:
+    """A learner's name that nobody else has: this machine's, as far as names may look like it, and a random end."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname().lower()).strip("-")
+    return f"{host[:30] or 'learner'}-{secrets.token_hex(2)}"
+
+
+@group.command()
+@BROKER
+@options_of(LearnerConfig, leave_out=("broker", "name", "orphan_timeout_seconds"))
+@DATA
+@click.option("--eval-every", type=float, default=15.0, show_default=True, help="Seconds between two evaluations.")
+@click.pass_context
+def evaluator(context: click.Context, /, **given: Any) -> int:
+    """Observe a run without a vote, and judge its global model on held-out text."""
+    config = made_of(LearnerConfig, given | {"name": "evaluator"})
+    _log(context, "evaluator")
+    from .learner.evaluator import main as run_evaluator
+
+    return run_evaluator(config, given["data"], given["eval_every"])
+
+
+@group.command()
+@RUN_ARGUMENT
+@REDIS
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def status(run: str, redis: str | None, *, as_json: bool) -> int:
+    """Show how a run stands: RUN is its name or folder; without it, the run that is up here."""
+    from .monitor.status import find_source
+    from .monitor.watch import table
+
+    now = find_source(run, redis).read()
+    if as_json:
+        click.echo(json.dumps(now.figures()))
+    else:
+        from rich.console import Console
+
+        Console().print(table(now))
+    return 0
+
+
+@group.command()
+@RUN_ARGUMENT
+@REDIS
+def watch(run: str, redis: str | None) -> int:
+    """Watch a run until it ends or you press Ctrl-C; RUN as in `diloco status`."""
+    from .monitor.status import find_source
+    from .monitor.watch import follow
+
+    return follow(find_source(run, redis))
+
+
+@group.command()
+@click.argument("run")
+@click.option("--prompt", default="def ", show_default=True, help="Text to begin with.")
+@click.option("--bytes", "length", type=int, default=200, show_default=True, help="How many bytes to write after it.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed writes another text.")
+def sample(run: str, prompt: str, length: int, seed: int) -> int:
+    """Let the global model of RUN (a name or a folder) write."""
+    from .compose.results import sample_text
+    from .monitor.folder import find
+
+    click.echo(sample_text(find(run), prompt, length, seed))
+    return 0
+
+
+@group.command()
+@click.argument("run")
+@click.option("--to", type=click.Path(path_type=Path), help="The file to write. Without it: RUN's model.safetensors.")
+def export(run: str, to: Path | None) -> int:
+    """Write the global model of RUN (a name or a folder) as a safetensors file."""
+    from .compose.results import export_model
+    from .monitor.folder import find, shown
+
+    click.echo(shown(export_model(find(run), to)))
+    return 0
+
+
+@group.command()
+@click.argument("run")
+def report(run: str) -> int:
+    """Write metrics.csv and loss.png of RUN (a name or a folder), and show its figures."""
+    from .compose.results import show_report
+    from .monitor.folder import find
+
+    return show_report(find(run))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and end the process with its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(run_command(arguments))
+
+
+def run_command(arguments: list[str] | None = None) -> int:
+    """The exit code of one command; what went wrong is said in one sentence on standard error."""
+    try:
+        return int(group.main(arguments, prog_name="diloco", standalone_mode=False) or 0)
+    except click.ClickException as wrong:
+        return _say(wrong.format_message(), 2)
+    except DilocoError as wrong:
+        return _say(str(wrong), wrong.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:  # `diloco status | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _say(sentence: str, code: int) -> int:
+    click.echo(f"diloco: {' '.join(sentence.split())}", err=True)
+    return code
+
+
+if __name__ == "__main__":
+    main()

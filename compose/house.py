@@ -1,0 +1,198 @@
+"""The processes of one run on this machine: store, broker, syncer, evaluator and learners, kept alive together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ..common.errors import DilocoError, SaveFailed, SettingError
+from ..common.log import get_logger
+from ..common.registry import redact_url
+from ..monitor.folder import RunFolder
+from .children import Exit, Family, spawn
+from .prepare import Prepared
+from .store import EmbeddedStore
+
+log = get_logger("up")
+
+FALSE_STARTS = 5
+"""A process that so often in a row ends right after its start, before anything was merged, ends the run."""
+ENDS_THE_RUN = {2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written"}
+"""Exit codes of the syncer after which starting it again helps nobody."""
+SYNCER_STOPS_SECONDS, LEARNERS_STOP_SECONDS, REST_STOPS_SECONDS = 6.5, 8.5, 9.5
+"""After a wish to stop, counted from the wish: who must have ended by when."""
+LEARNERS_FINISH_SECONDS, EVALUATOR_FINISHES_SECONDS = 20.0, 120.0
+"""After the syncer finished: how long the others may take for their own ends."""
+
+
+class _StoreProcess:
+    """The embedded store as a child among children."""
+
+    def __init__(self, store: EmbeddedStore) -> None:
+        store.start()
+        self._store = store
+        self.pid = store.pid
+
+    def poll(self) -> int | None:
+        return None if self._store.running else -signal.SIGKILL
+
+
+@dataclass
+class House:
+    """One run's processes. `redis` is the store's URL once it is started."""
+
+    prepared: Prepared
+    redis: str = ""
+    faults: int = 0
+    finished: bool = False
+    """The syncer ended, and said that the run is finished."""
+
+    def __post_init__(self) -> None:
+        self.family = Family()
+        self.folder: RunFolder = self.prepared.folder
+        config = self.prepared.config
+        self.learners = [f"learner-{number}" for number in range(1, config.learners + 1)]
+        self.broker = f"tcp://127.0.0.1:{config.broker_port}"
+        self.threads = config.threads or max(1, (os.cpu_count() or 1) // config.learners)
+
+    # --- start -------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Start everything; learners come first among the heavy ones, since they decide when training begins."""
+        config = self.prepared.config
+        if config.redis is None:
+            store = EmbeddedStore(self.folder.path / "logs", config.redis_port)
+            self.family.add("store", lambda: _StoreProcess(store))
+            self.redis = store.url
+        else:
+            self.redis = config.redis
+        self._add("broker", ["--port", str(config.broker_port)])
+        self._add("syncer", ["--dir", str(self.folder.path), "--broker", self.broker])
+        text = [] if config.data is None else ["--data", str(config.data)]
+        run = ["--run", self.prepared.setup.settings.run]
+        for name in self.learners:
+            where = ["--device", config.device, "--threads", str(self.threads), "--dir", str(self.folder.path)]
+            self._add(name, ["--broker", self.broker, *run, "--name", name, *where, *text], threads=self.threads)
+        if config.evaluator:
+            where = ["--dir", str(self.folder.path), "--eval-every", str(config.eval_every)]
+            self._add("evaluator", ["--broker", self.broker, *run, *where, *text])
+        self.tell()
+
+    def _add(self, name: str, arguments: list[str], threads: int = 1) -> None:
+        kind = "learner" if name in self.learners else name
+        own = ["--parent", str(os.getpid()), "--log-file", str(self.folder.log(name))]
+        command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", *own, kind, *arguments]
+        environment = {"DILOCO_REDIS": self.redis} if kind == "syncer" else {}
+        self.family.add(name, lambda: spawn(command, self.folder.stderr(name), threads, environment))
+
+    def tell(self) -> None:
+        """Write run.json: where everything is, for `diloco status` and for people."""
+        self.folder.write_run_map(
+            {
+                "run": self.prepared.setup.settings.run,
+                "pid": os.getpid(),
+                "broker": self.broker,
+                "redis": redact_url(self.redis),
+                "learners_asked": self.learners,
+                "faults": self.faults,
+                "processes": self.family.pids(),
+            }
+        )
+
+    # --- while it runs -----------------------------------------------------------------------------------------------
+    def look(self, *, merged: bool) -> list[str]:
+        """Notice who ended and start again whoever is due; what happened, in sentences.
+
+        `merged`: has anything been merged in this run? SettingError or DilocoError if going on is pointless.
+        """
+        pids = self.family.pids()
+        happened = [sentence for exit_ in self.family.look(time.monotonic()) if (sentence := self._take(exit_, merged))]
+        if self.family.pids() != pids:
+            self.tell()
+        return happened
+
+    def _take(self, exit_: Exit, merged: bool) -> str:
+        child = self.family.children[exit_.name]
+        if exit_.code == 0:
+            return self._ended_well(exit_.name)
+        self._check_pointless(exit_, child.false_starts, merged)
+        self.faults += 1
+        delay = max(0.0, (child.due_at or 0.0) - time.monotonic())
+        log.warning("process_died", name=exit_.name, how=exit_.describe(), lived_seconds=round(exit_.lived_seconds, 1),
+                    again_in_seconds=round(delay, 1))  # fmt: skip
+        return f"{exit_.name} died ({exit_.describe()}) and starts again in {delay:.1f} s"
+
+    def _ended_well(self, name: str) -> str:
+        if name == "syncer" and self.folder.summary().get("state") == "finished":
+            self.finished = True
+            return ""
+        log.info("process_ended", name=name)
+        if name in ("store", "broker", "syncer"):
+            self.family.children[name].due_at = time.monotonic()
+            return f"{name} was stopped and starts again"
+        return ""
+
+    def _check_pointless(self, exit_: Exit, false_starts: int, merged: bool) -> None:
+        sentence = self.last_words(exit_.name)
+        first_refusal = exit_.code == 2 and exit_.lives == 1
+        if first_refusal or (exit_.name == "syncer" and exit_.code in ENDS_THE_RUN):
+            wrong = SettingError(sentence or f"{exit_.name}: {ENDS_THE_RUN[exit_.code]}")
+            wrong.exit_code = exit_.code
+            raise wrong
+        if false_starts >= FALSE_STARTS and not merged:
+            where = self.folder.stderr(exit_.name)
+            raise DilocoError(f"{exit_.name} ended {false_starts} times right after its start; its last words: "
+                              f"{sentence or 'none'} (all of them: {where})")  # fmt: skip
+
+    def last_words(self, name: str) -> str:
+        """The last line that a process wrote to stderr, without our own prefix."""
+        try:
+            lines = self.folder.stderr(name).read_text("utf-8", "replace").split("\n")
+        except FileNotFoundError:
+            return ""
+        return next((line for line in reversed(lines) if line.strip()), "").removeprefix("diloco: ")
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+    def finish(self, hurry: Callable[[], bool]) -> None:
+        """After the syncer finished: let learners and evaluator end by themselves, then end the rest."""
+        now = time.monotonic()
+        self._leave_the_dead()
+        self.family.wait(self.learners, now + LEARNERS_FINISH_SECONDS, hurry)
+        self.family.wait(["evaluator"], now + EVALUATOR_FINISHES_SECONDS, hurry)
+        for exit_ in self.family.look(time.monotonic()):
+            if exit_.code != 0:
+                self._take(exit_, merged=True)
+        self._stop_all(time.monotonic() - SYNCER_STOPS_SECONDS)
+
+    def stop(self) -> None:
+        """The syncer finishes its round, saves and ends; then the learners; then the rest, all within 10 s."""
+        self._stop_all(time.monotonic())
+
+    def check_saved(self) -> None:
+        """SaveFailed if the syncer ended by our wish, and not well."""
+        process = self.family.children["syncer"].process
+        code = None if process is None else process.poll()
+        if code not in (None, 0, -signal.SIGTERM):
+            how = self.last_words("syncer") if code == SaveFailed.exit_code else f"the syncer ended badly ({code})"
+            raise SaveFailed(
+                f"{how}; the run goes on from its last checkpoint by `diloco up --resume {self.folder.name}`"
+            )
+
+    def _stop_all(self, began: float) -> None:
+        self._leave_the_dead()
+        groups: list[tuple[Collection[str], float]] = [
+            (["syncer"], SYNCER_STOPS_SECONDS),
+            ([*self.learners, "evaluator"], LEARNERS_STOP_SECONDS),
+            (["broker", "store"], REST_STOPS_SECONDS),
+        ]
+        killed = [name for names, seconds in groups for name in self.family.stop(names, began + seconds)]
+        if killed:
+            log.warning("processes_killed", names=killed)
+        self.tell()
+
+    def _leave_the_dead(self) -> None:
+        for child in self.family.children.values():
+            child.due_at = None

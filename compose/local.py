@@ -1,0 +1,140 @@
+"""`diloco up`: one run on this machine, from the first check to the last figure. `up` is a table of contents."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+
+from ..common.config import RunSettings, TaskSettings
+from ..common.errors import DilocoError
+from ..common.log import configure, get_logger
+from ..monitor.status import Source
+from ..monitor.watch import Display, open_display
+from .house import House
+from .prepare import Prepared, prepare
+from .results import SAMPLE_BYTES, SAMPLE_PROMPT, figures, sample_text, show_summary, write_pictures
+from .settings import UpConfig
+from .wish import Wish
+
+log = get_logger("up")
+
+LOOK_SECONDS = 0.1
+SHOW_SECONDS = 1.0
+
+
+def up(
+    config: UpConfig, settings: RunSettings, task: TaskSettings, told: Collection[str], logging: Mapping[str, Any]
+) -> int:
+    """Prepare, start, keep alive until the run is finished or somebody wishes to stop, end, show; the exit code.
+
+    `told`: fields that stood on the command line.
+    """
+    console = Console(stderr=config.as_json)
+    with Wish() as wish:
+        prepared = prepare(config, settings, task, told)
+        with prepared.lock:
+            _begin_log(prepared, logging)
+            house = House(prepared)
+            wish.at_once = house.family.kill_now
+            try:
+                _serve(house, wish, console)
+            except DilocoError:
+                house.stop()
+                _forget_if_never_begun(prepared)
+                raise
+            finally:
+                house.family.kill()
+            return _show(house, wish, console)
+
+
+def _begin_log(prepared: Prepared, logging: Mapping[str, Any]) -> None:
+    file = logging["log_file"] or prepared.folder.log("up")
+    configure("up", json_file=file, level=logging["log_level"], terminal=False)
+    with suppress(FileNotFoundError):  # figures of an earlier part of the run must not pass for this one's
+        (prepared.folder.path / "summary.json").unlink()
+
+
+def _serve(house: House, wish: Wish, console: Console) -> None:
+    """Start the house and keep it until the end; then let it end in order."""
+    if wish.stop:
+        return
+    house.start()
+    _greet(house, console)
+    display = open_display(console)
+    try:
+        _keep(house, wish, display)
+        if house.finished:
+            house.finish(hurry=lambda: wish.stop)
+        else:
+            display.note("stopping: the open round is finished and saved (Ctrl-C again ends at once)")
+            house.stop()
+            house.check_saved()
+    finally:
+        display.close()
+
+
+def _greet(house: House, console: Console) -> None:
+    settings, folder = house.prepared.setup.settings, house.folder
+    port = house.redis.rpartition(":")[2].partition("/")[0]
+    say = [f"run {settings.run} in {folder.name}, broker {house.broker}"]
+    say += [f"  join it:      diloco learner --broker {house.broker}"]
+    if house.prepared.config.redis is None:
+        say += [f"  look inside:  redis-cli -p {port} HGETALL dd:{settings.run}:run"]
+    say += [f"  or:           diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
+    for sentence in say:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    log.info("run_started", run=settings.run, broker=house.broker, pids=house.family.pids())
+
+
+def _keep(house: House, wish: Wish, display: Display) -> None:
+    """Until the run is finished or somebody wishes to stop: keep all alive, show how it goes."""
+    source = Source(house.prepared.setup.settings.run, house.redis, house.folder)
+    now, shown_at = source.read(), 0.0
+    while not (house.finished or wish.stop):
+        for sentence in house.look(merged=bool(now.figures_so_far.get("merges"))):
+            display.note(sentence)
+        if time.monotonic() - shown_at >= SHOW_SECONDS:
+            now, shown_at = source.read(), time.monotonic()
+            display.show(now)
+        time.sleep(LOOK_SECONDS)
+
+
+def _forget_if_never_begun(prepared: Prepared) -> bool:
+    """A folder made for a run that could not start goes again, so that the same command works once it is mended."""
+    never_begun = prepared.fresh and not (prepared.folder.path / "global" / "version-0").exists()
+    if never_begun:
+        shutil.rmtree(prepared.folder.path, ignore_errors=True)
+    return never_begun
+
+
+def _show(house: House, wish: Wish, console: Console) -> int:
+    """Tables, pictures and the model's own words after a finished run; how to go on after a stopped one."""
+    told = figures(house.folder)
+    if house.finished and not wish.stop:
+        _results(house, console)
+    elif _forget_if_never_begun(house.prepared):
+        console.print("stopped before anything was trained; nothing is kept")
+    else:
+        how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"
+        console.print(f"stopped at step {told['steps']}; {how}", markup=False, highlight=False, soft_wrap=True)
+    if house.prepared.config.as_json:
+        print(json.dumps(figures(house.folder) if house.finished else told), flush=True)
+    return 0
+
+
+def _results(house: House, console: Console) -> None:
+    folder = house.folder
+    write_pictures(folder)
+    show_summary(folder, console)
+    console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
+    console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
+    console.rule(style="dim")
+    files = ", ".join(path.name for path in sorted(folder.path.iterdir()) if path.is_file())
+    console.print(f"in {folder.name}: {files}", markup=False, highlight=False, soft_wrap=True)

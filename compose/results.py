@@ -1,0 +1,119 @@
+"""What a run leaves behind: the model's own words, the picture, the table, one line of JSON."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..common.errors import SettingError
+from ..monitor.folder import RunFolder
+from ..monitor.outcome import outcome
+from ..monitor.watch import duration, size
+
+SAMPLE_BYTES = 200
+SAMPLE_PROMPT = "def "
+SHOWN = (
+    "steps",
+    "cycles",
+    "merges",
+    "faults",
+    "uptime",
+    "merge_participation",
+    "goodput",
+    "useful_share",
+    "stall_share",
+)
+
+
+def figures(folder: RunFolder) -> dict[str, Any]:
+    """The keys of `diloco up --json`, from what lies in the folder."""
+    told = folder.run_map()
+    summary = {"run": folder.setup().settings.run} | folder.summary()
+    asked = told.get("learners_asked") or [row["name"] for row in summary.get("learners", [])]
+    return outcome(summary, asked=asked, faults=told.get("faults", 0), evaluations=folder.evaluations())
+
+
+def show_summary(folder: RunFolder, console: Console) -> None:
+    """The figures as tables."""
+    told = figures(folder)
+    rows = Table(title=f"run {told['run']}", title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+    first, last = told["val_loss_first"], told["val_loss_last"]
+    if last is not None:
+        rows.add_row(
+            "validation loss", f"{last:.3f} nats per byte" + ("" if first is None else f" (began at {first:.3f})")
+        )
+    for name in SHOWN:
+        if told[name] is not None:
+            rows.add_row(name.replace("_", " "), str(told[name]))
+    if told["tokens_reported"] is not None:
+        counts = ", ".join(f"{told[f'tokens_{what}']:,} {what}" for what in ("merged", "pending", "lost"))
+        rows.add_row("tokens", f"{told['tokens_reported']:,} reported = {counts}")
+    rows.add_row("bytes", f"{size(told['bytes_up'])} up, {size(told['bytes_down'])} down "
+                          f"(f32 all-reduce at each step: {size(told['bytes_f32_allreduce'])})")  # fmt: skip
+    rows.add_row("time", duration(told["seconds"]))
+    console.print(rows)
+
+
+def write_pictures(folder: RunFolder) -> list[Path]:
+    """metrics.csv and loss.png, from the folder's logs and evaluations."""
+    from ..monitor.report import write_report
+
+    return list(write_report(folder.path))
+
+
+def export_model(folder: RunFolder, to: Path | None = None) -> Path:
+    """The global model as safetensors: of a run that is up, its newest checkpoint. SettingError if there is none."""
+    from ..syncer.checkpoint import Checkpoints
+    from ..syncer.export import save_model
+
+    target = to or folder.model
+    if folder.model.exists() and not folder.is_up():
+        if target != folder.model:
+            try:
+                shutil.copyfile(folder.model, target)
+            except OSError as wrong:
+                raise SettingError(f"cannot write {target}: {wrong.strerror}") from wrong
+        return target
+    restored = Checkpoints(folder.path / "global").restore(folder.setup().settings)
+    if restored is None:
+        raise SettingError(f"{folder.name} has no model yet; wait until its first learner has joined")
+    save_model(restored.state, target)
+    return target
+
+
+def sample_text(folder: RunFolder, prompt: str, length: int, seed: int = 0) -> str:
+    """`prompt` and `length` bytes that the run's global model writes after it."""
+    if length < 0:
+        raise SettingError(f"--bytes must be 0 or more, not {length}")
+    from safetensors.torch import load_file
+
+    from ..learner.transformer import Transformer, sample
+
+    task = folder.setup().task
+    if task is None:
+        raise SettingError(
+            f"{folder.name} trains a model that its learners brought; `diloco export` writes it to a file"
+        )
+    model = Transformer(task, folder.setup().settings.seed)
+    model.load_state_dict(load_file(_current_model(folder)))
+    first = prompt.encode("utf-8", "surrogateescape")
+    return (first + sample(model, first, length, seed=seed)).decode("utf-8", "replace")
+
+
+def _current_model(folder: RunFolder) -> Path:
+    if folder.model.exists() and not folder.is_up():
+        return folder.model
+    return export_model(folder, folder.path / "model-now.safetensors")
+
+
+def show_report(folder: RunFolder) -> int:
+    """`diloco report`: the files, then the figures."""
+    console = Console()
+    for path in write_pictures(folder):
+        console.print(RunFolder(path).name, markup=False, highlight=False, soft_wrap=True)
+    show_summary(folder, console)
+    return 0

@@ -1,0 +1,57 @@
+"""`diloco syncer` started by hand: its settings from the command line, or from the folder that it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..common.config import RunSettings, SyncerConfig, TaskSettings
+from ..common.errors import SettingError
+from ..monitor.folder import RUNS, RunFolder, Setup
+from .options import made_of
+from .prepare import check_data, check_fragments, refuse_changes
+
+
+def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConfig:
+    """The configuration of one syncer; a folder that holds no run yet becomes this run's.
+
+    `told`: the fields that stood on the command line. SettingError where they are wrong or another run's.
+    """
+    path: Path | None = given["directory"]
+    settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
+    place = path or RUNS / settings.run
+    if (place / "settings.json").exists():
+        folder, setup = _go_on(place, settings, task, told)
+    else:
+        setup = _new_setup(settings, None if given["own_model"] else task, given["data"])
+        folder = RunFolder.create(place, setup)
+    return SyncerConfig(
+        settings=setup.settings,
+        task=setup.task,
+        broker=given["broker"],
+        directory=folder.path / "global",
+        redis=given["redis"],
+        init=given["init"],
+        data_hash=setup.data_hash,
+    )
+
+
+def _go_on(place: Path, settings: RunSettings, task: TaskSettings, told: Collection[str]) -> tuple[RunFolder, Setup]:
+    folder = RunFolder.open(place)
+    setup = folder.setup()
+    refuse_changes(folder, settings, setup.settings, told)
+    if setup.task is not None:
+        refuse_changes(folder, task, setup.task, told)
+    if "steps" in told:
+        folder.raise_steps(settings.steps)
+    return folder, folder.setup()
+
+
+def _new_setup(settings: RunSettings, task: TaskSettings | None, data: Path | None) -> Setup:
+    if task is None and data is not None:
+        raise SettingError("--own-model learners bring their own text; leave --data out")
+    if task is None:
+        return Setup(settings=settings, task=None)
+    check_fragments(settings, task)
+    return Setup(settings=settings, task=task, data_hash=check_data(data, task))

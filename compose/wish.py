@@ -1,0 +1,44 @@
+"""The wish to stop: Ctrl-C, SIGTERM or a closed terminal. Once: in good order. Twice: at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AT_ONCE = 130
+"""Exit code after the second wish, as shells have it for Ctrl-C."""
+
+
+class Wish:
+    """While it is entered, signals only set the wish; the second one calls `at_once` and ends the process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.at_once: Callable[[], None] = lambda: None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def stop(self) -> bool:
+        return self.count > 0
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._heard) for number in NUMBERS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1
+        if self.count > 1:
+            self.at_once()
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h\n")  # the live display had hidden the cursor
+            os._exit(AT_ONCE)

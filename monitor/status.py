@@ -1,0 +1,192 @@
+"""How a run stands: read from the store, and from the run's folder where that is on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..common.errors import DilocoError, SettingError
+from ..common.registry import list_runs, read_status
+from .folder import RunFolder, all_runs, find
+from .outcome import outcome
+
+RATE_SECONDS = 15.0
+"""Tokens a second and the time left are means over so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """A run at one moment. What is not known (yet) is None or empty."""
+
+    run: str
+    state: str
+    t: int = 0
+    steps: int = 0
+    figures_so_far: Mapping[str, Any] = field(default_factory=dict)
+    """As in summary.json."""
+    learners: Sequence[Mapping[str, Any]] = ()
+    """As in summary.json, and what is of interest only while they run."""
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    asked: Sequence[str] = ()
+    faults: int = 0
+    processes: Mapping[str, int] = field(default_factory=dict)
+    """Name -> process id of what runs on this machine."""
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    trouble: str = ""
+    """Why nothing new could be read; what is shown is older."""
+
+    @property
+    def live(self) -> list[str]:
+        return [row["name"] for row in self.learners if row.get("state") in ("live", "stalled")]
+
+    @property
+    def val_loss(self) -> float | None:
+        """Nats per byte of the newest evaluation, small or full."""
+        return self.evaluations[-1]["val_loss"] if self.evaluations else None
+
+    def figures(self) -> dict[str, Any]:
+        """What `diloco status --json` tells: the keys of `diloco up --json`, the state, and process ids."""
+        summary = {**self.figures_so_far, "run": self.run, "t": self.t, "learners": self.learners}
+        asked = self.asked or [row["name"] for row in self.learners]
+        told = outcome(summary, asked=asked, faults=self.faults, evaluations=self.evaluations)
+        more = {"state": self.state, "steps_total": self.steps, "processes": dict(self.processes)}
+        return told | more | {"trouble": self.trouble} if self.trouble else told | more
+
+
+class Source:
+    """Where a run is read from: a store, a folder, or both. It remembers what rates need."""
+
+    def __init__(self, run: str, url: str, folder: RunFolder | None = None) -> None:
+        self.run = run
+        self._url = url
+        self._folder = folder
+        self._last = Now(run=run, state="starting")
+        self._seen: deque[tuple[float, int, int]] = deque()
+        """(seconds, global step, tokens reported) of the last readings."""
+
+    def read(self) -> Now:
+        """The run now; the last reading, with `trouble` set, where the store does not answer."""
+        local = self._local()
+        if self._folder is not None and not self._folder.is_up():
+            return self._ended(local)
+        try:
+            stored = read_status(self._url, self.run)
+        except DilocoError as wrong:
+            return Now(**{**vars(self._last), **local, "trouble": str(wrong)})
+        self._last = self._from_store(stored, local)
+        return self._last
+
+    def _local(self) -> dict[str, Any]:
+        """What the folder knows."""
+        if self._folder is None:
+            return {}
+        told = self._folder.run_map()
+        return {
+            "evaluations": self._folder.evaluations(),
+            "asked": told.get("learners_asked", []),
+            "faults": told.get("faults", 0),
+            "processes": told.get("processes", {}) if self._folder.is_up() else {},
+        }
+
+    def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> Now:
+        row = stored["run"]
+        t, steps = int(row.get("step", 0)), int(row.get("steps_total", 0))
+        learners = [
+            {**learner, "name": name, "local_steps": learner.get("local_step", 0)}
+            for name, learner in stored["learners"].items()
+        ]
+        here = {
+            row["name"]: row["pid"] for row in learners if row.get("host") == socket.gethostname() and row.get("pid")
+        }
+        rate, pace = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
+        return Now(
+            run=self.run,
+            state=row.get("state", "starting"),
+            t=t,
+            steps=steps,
+            figures_so_far=row,
+            learners=learners,
+            events=stored["events"],
+            tokens_per_second=rate,
+            seconds_left=(steps - t) / pace if pace else None,
+            **{**local, "processes": _alive(here | dict(local.get("processes", {})))},
+        )
+
+    def _rates(self, t: int, tokens: int, seconds: float) -> tuple[float | None, float | None]:
+        """(tokens, global steps) a second over the last while, or over the whole run at the first reading."""
+        now = time.monotonic()
+        self._seen.append((now, t, tokens))
+        while len(self._seen) > 2 and now - self._seen[0][0] > RATE_SECONDS:
+            self._seen.popleft()
+        began, t_then, tokens_then = self._seen[0]
+        if t <= t_then or tokens < tokens_then:
+            return (tokens / seconds, t / seconds) if seconds and t else (None, None)
+        return (tokens - tokens_then) / (now - began), (t - t_then) / (now - began)
+
+    def _ended(self, local: Mapping[str, Any]) -> Now:
+        """From the folder of a run that is not up."""
+        if self._folder is None:
+            raise SettingError(f"nothing is known of run {self.run}")
+        summary = self._folder.summary()
+        steps = summary.get("steps", self._folder.setup().settings.steps)
+        return Now(
+            run=self.run,
+            state=summary.get("state", "stopped"),
+            t=summary.get("t", 0),
+            steps=steps,
+            figures_so_far=summary,
+            learners=[{**row, "state": "left"} for row in summary.get("learners", [])],
+            **local,
+        )
+
+
+def find_source(run: str, redis: str | None) -> Source:
+    """Where to read `run` (a name, a folder, or '' for the one that is up here); SettingError if it is not found."""
+    if redis is not None:
+        return Source(*_from_url(run, redis))
+    if run:
+        folder = find(run)
+    else:
+        up = [folder for folder in all_runs() if folder.is_up()]
+        if not up:
+            raise SettingError("no run is up under runs/; start one by `diloco up`, name one, or give --redis URL")
+        folder = up[-1]
+    told, setup = folder.run_map(), folder.setup()
+    url = str(told.get("redis", ""))
+    if folder.is_up() and "***" in url:
+        raise SettingError(f"the store of {folder.name} wants a password, which is not kept there; give --redis URL")
+    return Source(setup.settings.run, url, folder)
+
+
+def _from_url(run: str, redis: str) -> tuple[str, str]:
+    names = list_runs(redis)
+    if run and run in names:
+        return run, redis
+    if not run and len(names) == 1:
+        return names[0], redis
+    there = f"it knows {', '.join(names[:10])}" if names else "it knows none"
+    raise SettingError(
+        f"that store does not know run {run!r}; {there}" if run else f"name one run of that store; {there}"
+    )
+
+
+def _alive(pids: Mapping[str, int]) -> dict[str, int]:
+    """Those that are processes of this machine now."""
+    return {name: pid for name, pid in pids.items() if _exists(pid)}
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

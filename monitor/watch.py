@@ -1,0 +1,198 @@
+"""A run on the terminal: a live picture where there is a terminal, one plain line now and then where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from .status import Now, Source
+
+LINE_SECONDS = 10.0
+"""Between two plain lines."""
+READ_SECONDS = 1.0
+OVER = ("finished", "stopped")
+NOTES = 3
+IN_THE_PICTURE = ("run", "learners", "processes", "state", "steps", "steps_total", "trouble")
+STATES = {"live": "green", "stalled": "yellow", "lost": "red", "left": "dim"}
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def show(self, now: Now) -> None: ...
+    def note(self, sentence: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_display(console: Console) -> Display:
+    """The live picture on a terminal, plain lines elsewhere."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+class LiveDisplay:
+    """A picture that is drawn anew in its place."""
+
+    def __init__(self, console: Console) -> None:
+        self._notes: list[str] = []
+        self._live = Live(Text("starting"), console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, now: Now) -> None:
+        notes = [Text(note, "yellow") for note in self._notes]
+        self._live.update(Group(picture(now), *notes), refresh=True)
+
+    def note(self, sentence: str) -> None:
+        clock = time.strftime("%H:%M:%S")
+        self._notes = [*self._notes, f"{clock} {sentence}"][-NOTES:]
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class PlainDisplay:
+    """A line every ten seconds, and at once when the state changes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told_at = -LINE_SECONDS
+        self._state = ""
+
+    def show(self, now: Now) -> None:
+        moment = time.monotonic()
+        if moment - self._told_at >= LINE_SECONDS or now.state != self._state:
+            self._told_at, self._state = moment, now.state
+            self.note(line(now))
+
+    def note(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def follow(source: Source) -> int:
+    """Show a run until it is over or Ctrl-C; the exit code."""
+    display = open_display(Console())
+    try:
+        while (now := source.read()).state not in OVER:
+            display.show(now)
+            time.sleep(READ_SECONDS)
+        display.show(now)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        display.close()
+    return 0
+
+
+def line(now: Now) -> str:
+    """The run in one plain line."""
+    figures = now.figures_so_far
+    parts = [
+        f"{now.run} {now.state} step {now.t}/{now.steps or '?'}",
+        f"loss {_number(now.val_loss, '.3f')} nats/byte",
+        f"{_number(now.tokens_per_second, ',.0f')} tokens/s",
+        f"{len(now.live)} live",
+        f"up {size(figures.get('bytes_up'))} down {size(figures.get('bytes_down'))}",
+        f"{duration(now.seconds_left)} left",
+    ]
+    return ", ".join(parts) + (f" ({now.trouble})" if now.trouble else "")
+
+
+def picture(now: Now) -> RenderableType:
+    """The run as a bar, one line of figures, and its learners."""
+    figures = now.figures_so_far
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        Text(now.run, "bold"),
+        ProgressBar(total=max(1, now.steps), completed=now.t, width=30),
+        f"step {now.t}/{now.steps or '?'}",
+        Text(now.state, "cyan"),
+        f"{duration(now.seconds_left)} left",
+    )
+    row = Text.assemble(
+        "validation loss ", (_number(now.val_loss, ".3f"), "bold green"), " nats/byte",
+        "   tokens/s ", (_number(now.tokens_per_second, ",.0f"), "bold"),
+        "   up ", (size(figures.get("bytes_up")), "bold"), "   down ", (size(figures.get("bytes_down")), "bold"),
+        "   merges ", (str(figures.get("merges", 0)), "bold"), "   faults ", (str(now.faults), "bold"),
+    )  # fmt: skip
+    below = figures.get("quorum_state", "met")
+    warnings = [Text(text, "yellow") for text in (now.trouble, "" if below == "met" else f"quorum: {below}") if text]
+    return Group(bar, row, *warnings, _learners(now))
+
+
+def table(now: Now) -> RenderableType:
+    """The run with all its figures, as `diloco status` shows it."""
+    figures = Table.grid(padding=(0, 2))
+    for name, value in now.figures().items():
+        if (
+            name not in ("run", "learners", "processes", "state", "steps", "steps_total", "trouble")
+            and value is not None
+        ):
+            figures.add_row(Text(name, "dim"), Text(f"{value:,}" if isinstance(value, int) else str(value)))
+    pids = Text(", ".join(f"{name} {pid}" for name, pid in now.processes.items()), "dim")
+    return Group(picture(now), figures, *([Text.assemble("processes: ", pids)] if now.processes else []))
+
+
+def _learners(now: Now) -> Table:
+    rows = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    rows.add_column("learner")
+    rows.add_column("state")
+    for heading in ("steps", "ms/step", "loss", "tokens merged", "up", "down"):
+        rows.add_column(heading, justify="right")
+    for row in sorted(now.learners, key=lambda row: str(row["name"])):
+        rows.add_row(*_learner(row))
+    return rows
+
+
+def _learner(row: Mapping[str, Any]) -> list[Text | str]:
+    state, step = str(row.get("state", "")), row.get("step_seconds")
+    return [
+        str(row["name"]),
+        Text(state, STATES.get(state, "")),
+        f"{row.get('local_steps', 0):,}",
+        _number(1000 * step if step else None, ".0f"),
+        _number(row.get("loss"), ".3f"),
+        f"{row.get('tokens_merged', 0):,}",
+        size(row.get("bytes_up")),
+        size(row.get("bytes_down")),
+    ]
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else "-"
+
+
+def size(count: float | None) -> str:
+    """Bytes as a person reads them.
+
+    >>> size(1_536_000)
+    '1.5 MB'
+    """
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as a person reads them.
+
+    >>> duration(75)
+    '1:15'
+    """
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
