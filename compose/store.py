@@ -23,7 +23,7 @@ from ..common.errors import DilocoError, SettingError
 from ..common.redis_client import connect
 
 READY_SECONDS = 10.0
-STOP_SECONDS = 3.0
+STOP_SECONDS = 1.0
 _SERVERS = ("redis-server", "valkey-server")
 
 # The child asks the kernel to be killed with its parent, then becomes the server: the request survives exec. Asking in
@@ -89,20 +89,17 @@ class EmbeddedStore:
             raise DilocoError(f"the store already runs at port {self.port}")
         self.directory.mkdir(parents=True, exist_ok=True)
         wanted = self.port
-        for _ in range(5):  # somebody may take a free port between our look and the server's bind
+        for _ in range(1 if wanted else 5):  # somebody may take a free port between our look and the server's bind
             self.port = wanted or _free_port()
-            if _taken(self.port):
-                break
-            self._launch()
-            if self._wait_until_it_answers():
-                return
-            self.stop()
-            if not wanted:
-                continue
-            break
+            if not _taken(self.port):
+                self._launch()
+                if self._wait_until_it_answers():
+                    return
+                self.stop()
+        port, self.port = self.port, wanted
         raise SettingError(
-            f"the store did not start on 127.0.0.1:{self.port}"
-            + (" (the port is in use)" if _taken(self.port) else "")
+            f"the store did not start on 127.0.0.1:{port}"
+            + (" (the port is in use)" if _taken(port) else "")
             + f"; its log is {self.directory / 'store.log'}"
         )
 
