@@ -31,6 +31,8 @@ class OwnedDirectory:
 
         SettingError, naming the directory, if another process owns it or nothing can be written there.
         """
+        if not _is_text(self.directory):
+            raise SettingError(f"the name of {self.printable} is not valid UTF-8; give another directory")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -92,3 +94,12 @@ class OwnedDirectory:
         return SettingError(
             f"cannot write into {self.printable}: {wrong.strerror or wrong}; give a directory with space"
         )
+
+
+def _is_text(place: Path) -> bool:
+    """Whether the path's bytes are UTF-8; the safetensors library opens no others."""
+    try:
+        os.fsencode(place).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -107,8 +107,8 @@ class Merging:
             version, sha = 0, digest(payload)
         else:
             version, payload, sha = state.keyframe(p)
-        header: dict[str, Any] = {"run": self._run.settings.run, "epoch": self._run.epoch, "fragment": p, "t": served.rounds.t,
-                  "version": version, "digest": sha}  # fmt: skip
+        header: dict[str, Any] = {"run": self._run.settings.run, "epoch": self._run.epoch, "t": served.rounds.t}
+        header |= {"fragment": p, "version": version, "digest": sha}
         return lambda part: Keyframe(**header, **part), payload
 
 
