@@ -105,7 +105,8 @@ def explain(url: str, wrong: Exception) -> DilocoError:
         )
     if isinstance(wrong, redis.ResponseError):
         return DilocoError(f"Redis at {place} refuses: {said[:300]}")
-    return PeerLost(f"no Redis answers at {place}: {said}; is it running?")
+    tls = " with TLS" if url.startswith("rediss:") else ""
+    return PeerLost(f"no Redis answers at {place}: {said.rstrip('.')}; is it running{tls}?")
 
 
 def _is_tls(wrong: BaseException | None) -> bool:

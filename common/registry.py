@@ -113,9 +113,9 @@ class Registry:
         return _count(self._read(lambda client: client.get(self._keys.epoch)))
 
     def stored_versions(self) -> dict[int, int]:
-        """Fragment -> version, as far as the store knows them; empty if it does not answer within a second."""
+        """Fragment -> version, as far as the store knows one above 0; empty if it does not answer within a second."""
         rows = self._read(lambda client: _read_fragments(client, self._keys)) or {}
-        return {fragment: _count(row["version"]) for fragment, row in rows.items() if "version" in row}
+        return {fragment: version for fragment, row in rows.items() if (version := _count(row.get("version")))}
 
     def close(self) -> None:
         """Writes what is left; waits 3 s for that at most."""

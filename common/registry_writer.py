@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -153,16 +153,15 @@ class _Session:
         """One transaction; returns the keys that had vanished since they were confirmed (and are there again)."""
         batch = board.take(full=full)
         try:
-            vanished = self._execute(batch, full=full)
+            if self._told.events and not self._client.exists(self._keys.events):
+                batch = replace(batch, events=(*self._told.events, *batch.events))
+                self._told.events.clear()
+                return [self._keys.events, *self._execute(batch, full=full)]
+            return self._execute(batch, full=full)
         except FAILURES:
             self._unsure = batch.events
             board.put_back(batch.forgotten)
             raise
-        if self._keys.events in vanished:
-            board.restore(tuple(self._told.events))
-            self._told.events.clear()
-        self._told.events.extend(batch.events)
-        return vanished
 
     def _execute(self, batch: Batch, *, full: bool) -> list[str]:
         keys, told = self._keys, self._told.names
@@ -187,8 +186,6 @@ class _Session:
         if batch.epoch is not None:
             check(keys.epoch, frozenset({"epoch"}))
             pipe.setnx(keys.epoch, batch.epoch).set(keys.epoch, batch.epoch)
-        stream = len(pipe)
-        pipe.exists(keys.events)
         for event in batch.events:
             pipe.xadd(keys.events, event, maxlen=STREAM_EVENTS, approximate=True)
         replies = pipe.execute()
@@ -198,8 +195,7 @@ class _Session:
             if had and int(replies[number]) > len(names - had):
                 vanished.append(key)
             told[key] = had | names
-        if self._told.events and not replies[stream]:
-            vanished.append(keys.events)
+        self._told.events.extend(batch.events)
         return vanished
 
     def _who_am_i(self) -> dict[str, str] | None:

@@ -1,0 +1,498 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import redis
+import structlog
+from decoupled_diloco.common.errors import PeerLost, SettingError
+from decoupled_diloco.common.registry import Keys, Registry, check_connection, list_runs, read_status, redact_url
+from decoupled_diloco.common.registry_board import WAITING_EVENTS
+from decoupled_diloco.common.registry_writer import STREAM_EVENTS
+from decoupled_diloco.compose.store import EmbeddedStore
+from stores import TlsFront
+from waiting import wait_for
+
+KEYS = Keys("run")
+SECRET = "p@s:s#w/o?r%d$ü&+=%41"  # noqa: S105 - every character that URLs, files and shells treat in their own way
+
+
+class House:
+    """A store, a registry that writes to it, and the lines that it logged."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = EmbeddedStore(directory)
+        self.store.start()
+        self.client: Any = redis.Redis.from_url(self.store.url, decode_responses=True)
+        self.lines: list[dict[str, Any]] = []
+        self.registry = Registry(self.store.url, "run", logger_into(self.lines))
+
+    def close(self) -> None:
+        self.thaw()
+        self.registry.close()
+        self.client.close()
+        self.store.stop()
+
+    def freeze(self) -> None:
+        os.kill(self.store.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self.store.running:
+            os.kill(self.store.pid, signal.SIGCONT)
+
+    def publish_everything(self) -> None:
+        self.registry.publish_run(state="running", step=41, steps_total=600, tokens_merged=10**12)
+        for name in ("a", "b"):
+            self.registry.publish_learner(name, 1_700_000_000.5, tokens_reported=2**40, host="house", loss=1.25)
+        for fragment in range(3):
+            self.registry.publish_fragment(fragment, version=fragment + 7, contributors=("a", "b"), delta_norm=0.5)
+        self.registry.event("joined", learner="a", incarnation=3)
+        self.registry.write_epoch(5)
+
+    def seen(self) -> dict[str, Any]:
+        """All that the store holds, without what says when it was written or that it was lost."""
+        seen: dict[str, Any] = {
+            "epoch": self.client.get(KEYS.epoch),
+            "learners": self.client.zrange(KEYS.learners, 0, -1),
+        }
+        for key in (KEYS.run, KEYS.learner("a"), KEYS.learner("b"), *map(KEYS.fragment, range(3))):
+            seen[key] = self.client.hgetall(key)
+            seen[key].pop("updated_at", None)
+        seen["events"] = [kind for kind in self.kinds() if not kind.startswith("registry_")]
+        return seen
+
+    def kinds(self) -> list[str]:
+        return [row["kind"] for _, row in self.client.xrange(KEYS.events)]
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+
+def logger_into(lines: list[dict[str, Any]]) -> Any:
+    def keep(_: Any, method: str, event: Any) -> Any:
+        lines.append({**event, "level": method})
+        raise structlog.DropEvent
+
+    return structlog.wrap_logger(None, processors=[keep], wrapper_class=structlog.make_filtering_bound_logger(0))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path / "store")
+    yield house
+    house.close()
+
+
+@pytest.fixture
+def full_house(house: House) -> House:
+    house.publish_everything()
+    wait_for(lambda: len(house.seen()["events"]) == 1, "everything is written")
+    return house
+
+
+def test_everything_published_can_be_read_as_plain_text(full_house: House) -> None:
+    client = full_house.client
+    assert client.hget(KEYS.run, "tokens_merged") == "1000000000000"
+    assert client.zscore(KEYS.learners, "a") == 1_700_000_000.5
+    assert client.hgetall(KEYS.learner("a")) == {"tokens_reported": str(2**40), "host": "house", "loss": "1.25"}
+    assert client.hgetall(KEYS.fragment(2)) == {"version": "9", "contributors": "a b", "delta_norm": "0.5"}
+    assert client.get(KEYS.epoch) == "5"
+    ((_, event),) = client.xrange(KEYS.events)
+    assert abs(float(event.pop("at")) - time.time()) < 60
+    assert event == {"kind": "joined", "learner": "a", "incarnation": "3"}
+    assert {client.type(key) for key in client.scan_iter()} == {"hash", "zset", "stream", "string"}
+    assert full_house.registry.healthy
+    assert full_house.lines == []
+
+
+def test_what_a_monitor_reads_is_what_was_published(full_house: House) -> None:
+    status = read_status(full_house.store.url, "run")
+    assert status["run"]["step"] == 41
+    assert status["epoch"] == 5
+    assert status["learners"]["b"] == {
+        "last_seen": 1_700_000_000.5,
+        "tokens_reported": 2**40,
+        "host": "house",
+        "loss": 1.25,
+    }
+    assert list(status["fragments"]) == [0, 1, 2]
+    assert status["fragments"][1]["version"] == 8
+    assert status["events"][0]["kind"] == "joined"
+    assert list_runs(full_house.store.url) == ["run"]
+    assert full_house.registry.stored_epoch() == 5
+    assert full_house.registry.stored_versions() == {0: 7, 1: 8, 2: 9}
+    assert read_status(full_house.store.url, "other")["learners"] == {}
+
+
+def test_values_are_one_line_and_finite(house: House) -> None:
+    house.registry.publish_learner("a", 1.0, loss=float("nan"), host="x\ny\x1b[2J", step_seconds=None, live=True)
+    wait_for(lambda: house.client.exists(KEYS.learner("a")), "the learner is written")
+    row = house.client.hgetall(KEYS.learner("a"))
+    assert row == {"loss": "", "host": r"x\ny\x1b[2J", "step_seconds": "", "live": "1"}
+    with pytest.raises(TypeError, match="not bytes"):
+        house.registry.publish_run(packed=b"\x00")
+
+
+@pytest.mark.parametrize("name", ["a*", "a:b", "a\nb", "", "A", "../a", "a" * 41])
+def test_no_name_reaches_another_key(house: House, name: str) -> None:
+    with pytest.raises(SettingError, match="must match"):
+        house.registry.publish_learner(name, 1.0)
+    with pytest.raises(SettingError, match="must match"):
+        Keys(name)
+
+
+def test_two_runs_with_a_common_prefix_do_not_mix(house: House) -> None:
+    other = Registry(house.store.url, "run2", logger_into([]))
+    house.registry.publish_fragment(1, version=1)
+    other.publish_fragment(10, version=2)
+    other.publish_run(step=2)
+    other.write_epoch(9)
+    other.close()
+    wait_for(lambda: house.registry.stored_versions() == {1: 1}, "the first run has its own fragment")
+    assert house.registry.stored_epoch() == 0
+    assert list_runs(house.store.url) == ["run2"]
+
+
+def test_a_forgotten_learner_is_gone_and_begins_anew(full_house: House) -> None:
+    full_house.registry.forget_learner("a")
+    wait_for(lambda: full_house.client.zrange(KEYS.learners, 0, -1) == ["b"], "the learner left the set")
+    assert not full_house.client.exists(KEYS.learner("a"))
+    full_house.registry.publish_learner("a", 3.0, host="new")
+    wait_for(lambda: full_house.client.hgetall(KEYS.learner("a")) == {"host": "new"}, "it begins anew")
+    assert not full_house.logged("registry_lost")
+
+
+def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_house: House) -> None:
+    before = full_house.seen()
+    full_house.client.flushall()
+    wait_for(lambda: full_house.seen() == before, "everything is written anew", 5)
+    wait_for(lambda: "registry_lost" in full_house.kinds(), "the stream tells it too")
+    (line,) = full_house.logged("registry_lost")
+    assert line["level"] == "warning"
+    assert "vanished" in line["reason"]
+
+
+@pytest.mark.parametrize("key", [KEYS.run, KEYS.learners, KEYS.learner("b"), KEYS.fragment(1), KEYS.epoch, KEYS.events])
+def test_a_single_deleted_key_comes_back(full_house: House, key: str) -> None:
+    before = full_house.seen()
+    full_house.client.delete(key)
+    wait_for(lambda: full_house.seen() == before, f"{key} is written anew", 5)
+    wait_for(lambda: len(full_house.logged("registry_lost")) == 1, "a warning names the key")
+    assert full_house.logged("registry_lost")[0]["reason"].endswith(key)
+
+
+def test_a_restarted_store_is_whole_again(full_house: House) -> None:
+    before = full_house.seen()
+    full_house.store.stop()
+    wait_for(lambda: not full_house.registry.healthy, "the outage is seen")
+    full_house.registry.event("lost", learner="b")
+    full_house.store.start()
+    before["events"].append("lost")
+    wait_for(lambda: full_house.seen() == before, "everything is back", 10)
+    wait_for(lambda: full_house.registry.healthy, "it says so")
+    assert len(full_house.logged("registry_lost")) == 1
+    assert len(full_house.logged("registry_back")) == 1
+    full_house.store.stop()
+    full_house.store.start()
+    wait_for(lambda: full_house.seen() == before, "everything is back after an instant restart too", 10)
+
+
+def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house: House) -> None:
+    registry = full_house.registry
+    full_house.freeze()
+    slowest = 0.0
+    for number in range(10_000):
+        started = time.thread_time()
+        registry.publish_run(step=number)
+        registry.publish_learner("a", 1.0, tokens_reported=2**40 + number)
+        registry.publish_fragment(number % 3, version=100 + number)
+        registry.event("merged", number=number)
+        slowest = max(slowest, time.thread_time() - started)
+    wait_for(lambda: full_house.logged("registry_lost"), "the outage is told once")
+    assert slowest < 1, f"one round of updates took {slowest} s of this thread's own time"
+    board = registry._board
+    assert len(board._events) + len(registry._writer._session._unsure) <= 2 * WAITING_EVENTS  # type: ignore[union-attr]
+    assert len(board._state.rows) == 6
+    full_house.thaw()
+    wait_for(lambda: full_house.client.hget(KEYS.run, "step") == "9999", "the newest state arrives", 5)
+    wait_for(lambda: "registry_back" in full_house.kinds(), "the events that found room arrive", 5)
+    (line,) = full_house.logged("registry_back")
+    arrived = [row["number"] for _, row in full_house.client.xrange(KEYS.events) if "number" in row]
+    assert arrived[-1] == "9999"
+    assert len(set(arrived)) == len(arrived)
+    assert line["dropped_events"] == 10_000 - len(arrived)
+    assert len(full_house.logged("registry_lost")) == 1
+
+
+def test_after_a_frost_nothing_goes_back_and_no_event_comes_twice(house: House) -> None:
+    steps: list[int] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        client: Any = redis.Redis.from_url(house.store.url, decode_responses=True)
+        while not stop.is_set():
+            steps.append(int(client.hget(KEYS.run, "step") or 0))
+        client.close()
+
+    watcher = threading.Thread(target=watch)
+    house.registry.publish_run(step=1)
+    wait_for(lambda: house.registry.healthy, "the registry is connected")
+    watcher.start()
+    padding = "x" * 900
+    for number in range(2, 4):
+        # A transaction of more than the server reads at once: it must not be executed late, nor by halves.
+        for fragment in range(100):
+            house.registry.publish_fragment(fragment, version=number, padding=padding)
+        house.freeze()
+        house.registry.publish_run(step=number)
+        house.registry.event("merged", number=number)
+        wait_for(lambda n=number: len(house.logged("registry_lost")) == n - 1, "the outage is seen")
+        house.registry.publish_run(step=number * 100)
+        house.thaw()
+        wait_for(lambda n=number: house.kinds().count("registry_back") == n - 1, "the store is back")
+    stop.set()
+    watcher.join(10)
+    assert steps == sorted(steps)
+    assert steps[-1] == 300
+    assert house.kinds().count("merged") == 2
+
+
+def test_reading_from_a_frozen_store_ends(full_house: House) -> None:
+    full_house.freeze()
+    assert full_house.registry.stored_epoch() == 0
+    with pytest.raises(PeerLost, match="no Redis answers"):
+        read_status(full_house.store.url, "run")
+    assert len(full_house.logged("registry_unreadable")) == 1
+
+
+def test_a_store_that_comes_late_is_filled(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path)
+    store.start()
+    store.stop()
+    lines: list[dict[str, Any]] = []
+    registry = Registry(store.url, "run", logger_into(lines))
+    registry.publish_run(step=1)
+    registry.event("seeded")
+    wait_for(lambda: lines, "the missing store is told")
+    with store:
+        wait_for(lambda: list_runs(store.url) == ["run"], "the run appears")
+        registry.close()
+        assert read_status(store.url, "run")["events"][0]["kind"] == "seeded"
+
+
+def test_close_writes_what_is_left_and_gives_up_on_a_store_that_is_frozen(full_house: House) -> None:
+    full_house.registry.publish_run(state="finished")
+    full_house.registry.event("finished")
+    full_house.registry.close()
+    assert full_house.client.hget(KEYS.run, "state") == "finished"
+    assert full_house.kinds()[-1] == "finished"
+    other = Registry(full_house.store.url, "other", logger_into([]))
+    full_house.freeze()
+    other.publish_run(state="finished")
+    other.close()
+
+
+def test_the_stream_is_capped(house: House) -> None:
+    house.client.xadd(KEYS.events, {"kind": "old"})
+    pipe = house.client.pipeline(transaction=False)
+    for _ in range(STREAM_EVENTS + 2_000):
+        pipe.xadd(KEYS.events, {"kind": "old"})
+    pipe.execute()
+    house.registry.event("joined")
+    wait_for(lambda: house.client.xrevrange(KEYS.events, count=1)[0][1]["kind"] == "joined", "the event is written")
+    assert house.client.xlen(KEYS.events) < STREAM_EVENTS + 1_000
+
+
+def test_a_key_of_another_type_is_told_and_the_rest_goes_on(full_house: House) -> None:
+    full_house.client.set(KEYS.run, "mine")
+    full_house.registry.publish_fragment(0, version=99)
+    wait_for(lambda: full_house.logged("registry_lost"), "the refusal is told")
+    assert "WRONGTYPE" in full_house.logged("registry_lost")[0]["reason"]
+    wait_for(lambda: full_house.client.hget(KEYS.fragment(0), "version") == "99", "other keys are written")
+    full_house.client.delete(KEYS.run)
+    wait_for(lambda: full_house.registry.healthy, "it heals when the key is gone")
+    assert full_house.kinds().count("joined") == 1
+
+
+def test_garbage_in_the_store_counts_as_nothing(house: House) -> None:
+    house.client.set(KEYS.epoch, b"\xff\xfe")
+    house.client.hset(KEYS.fragment(300), mapping={"version": "-3", "other": b"\xff"})
+    house.client.hset(KEYS.fragment(1), "version", "12")
+    assert house.registry.stored_epoch() == 0
+    assert house.registry.stored_versions() == {1: 12}
+
+
+def test_without_a_url_every_method_does_nothing() -> None:
+    registry = Registry(None, "run", logger_into([]))
+    registry.publish_run(step=1)
+    registry.publish_learner("a", 1.0)
+    registry.publish_fragment(0, version=1)
+    registry.event("joined")
+    registry.write_epoch(3)
+    registry.forget_learner("a")
+    assert registry.stored_epoch() == 0
+    assert registry.stored_versions() == {}
+    assert registry.healthy
+    registry.close()
+
+
+# --- the URL ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
+    """A store with a password for everybody and a user of its own with the same."""
+    directory = tmp_path_factory.mktemp("guarded")
+    rules = f"user default on allcommands allkeys allchannels >{SECRET}\n"
+    rules += f"user ann on allcommands ~dd:* >{SECRET}\n"
+    (directory / "users.acl").write_text(rules)
+    with EmbeddedStore(directory, options=("--aclfile", str(directory / "users.acl"))) as store:
+        yield store
+
+
+@pytest.mark.parametrize("user", ["", "ann"])
+def test_user_password_and_database_come_from_the_url(guarded: EmbeddedStore, user: str) -> None:
+    url = f"redis://{user}:{quote(SECRET, safe='')}@127.0.0.1:{guarded.port}"
+    check_connection(url)
+    registry = Registry(f"{url}/3", "run", logger_into([]))
+    registry.publish_run(step=1)
+    registry.close()
+    assert read_status(f"{url}/3", "run")["run"]["step"] == 1
+    assert read_status(f"{url}?db=3", "run")["run"]["step"] == 1
+    assert list_runs(f"{url}/0") == []
+
+
+def test_a_password_file_holds_it_as_it_is(guarded: EmbeddedStore, tmp_path: Path) -> None:
+    file = tmp_path / "geheim 1"
+    file.write_text(SECRET + "\n")
+    for user in ("", "ann@"):
+        check_connection(f"redis://{user}127.0.0.1:{guarded.port}/0?password_file={quote(str(file))}")
+    with pytest.raises(SettingError, match="cannot be read"):
+        check_connection(f"redis://127.0.0.1:{guarded.port}/0?password_file=/nowhere")
+
+
+@pytest.mark.parametrize("login", ["", ":wrong-%s@", "ann:wrong-%s@", "nobody:%s@"])
+def test_a_wrong_password_is_called_authentication_and_not_shown(guarded: EmbeddedStore, login: str) -> None:
+    url = f"redis://{login.replace('%s', quote(SECRET, safe=''))}127.0.0.1:{guarded.port}/0"
+    with pytest.raises(SettingError, match="authentication failed at redis://") as caught:
+        check_connection(url)
+    lines: list[dict[str, Any]] = []
+    registry = Registry(url, "run", logger_into(lines))
+    wait_for(lambda: lines, "the registry tells it")
+    registry.close()
+    for text in (str(caught.value), repr(caught.value.__cause__), str(lines)):
+        assert "authentication" in text or "None" in text
+        assert SECRET not in text
+        assert quote(SECRET, safe="") not in text
+
+
+def test_a_password_that_nobody_asked_for_is_called_authentication(full_house: House) -> None:
+    with pytest.raises(SettingError, match="authentication failed"):
+        check_connection(full_house.store.url.replace("//", "//:p@"))
+
+
+def test_a_database_that_does_not_exist_is_named(full_house: House) -> None:
+    with pytest.raises(SettingError, match="database number"):
+        check_connection(full_house.store.url.replace("/0", "/999"))
+
+
+def test_tls_works_with_the_authority_and_fails_cleanly_without(full_house: House, tmp_path: Path) -> None:
+    with TlsFront(tmp_path, behind=full_house.store.port) as front:
+        url = f"rediss://localhost:{front.port}/0"
+        trusted = f"{url}?ssl_ca_certs={quote(str(front.certificate))}"
+        check_connection(trusted)
+        assert read_status(trusted, "run")["epoch"] == 5
+        with pytest.raises(SettingError, match=r"certificate of rediss://localhost.*is not trusted.*ssl_ca_certs"):
+            check_connection(url)
+        with pytest.raises(SettingError, match="does not exist"):
+            check_connection(f"{url}?ssl_ca_certs=/nowhere.pem")
+        with pytest.raises(PeerLost):
+            check_connection(f"redis://localhost:{front.port}/0")
+    with pytest.raises(PeerLost, match="with TLS"):
+        check_connection(f"rediss://127.0.0.1:{full_house.store.port}/0")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:6379",
+        "http://host:80/0",
+        "redis://",
+        "redis://:6379/0",
+        "redis://host:6379/three",
+        "redis://host:6379/3/4",
+        "redis://host:99999/0",
+        "redis://:geheim#1@host:6379/0",
+        "redis://:geheim/1@host:6379/0",
+        "redis://:geheim?1@host:6379/0",
+        "redis://u:1/geheim@host:6379/0",
+        "redis://[geheim/0",
+        "redis://host:6379/0?password=geheim",
+        "redis://host:6379/0?socket_timeout=99",
+    ],
+)
+def test_a_malformed_url_is_refused_without_showing_secrets(url: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Registry(url, "run", logger_into([]))
+    if "@" in url or "password" in url:
+        assert "geheim" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_host_that_does_not_exist_or_cannot_be_a_name_is_peer_lost() -> None:
+    for host in ("nowhere.invalid", "x" * 300):
+        with pytest.raises(PeerLost, match="no Redis answers"):
+            check_connection(f"redis://{host}:6379/0")
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host:6379/0", "redis://host:6379/0"),
+        ("redis://:geheim@host/0", "redis://:***@host/0"),
+        ("redis://ann:geheim@host/0", "redis://ann:***@host/0"),
+        ("redis://geheim@host/0", "redis://:***@host/0"),
+        ("redis://ann:geh@ei/m@host/0", "redis://ann:***@host/0"),
+        ("ann:geheim@host", "ann:***@host"),
+        ("rediss://h/0?ssl_password=geheim&db=3", "rediss://h/0?ssl_password=***&db=3"),
+        ("redis://:a://geheim@host/0", "redis://:***@host/0"),
+    ],
+)
+def test_a_shown_url_hides_the_password(url: str, shown: str) -> None:
+    assert redact_url(url) == shown
+
+
+def test_a_user_who_may_not_write_is_told(guarded: EmbeddedStore) -> None:
+    admin: Any = redis.Redis(port=guarded.port, password=SECRET)
+    admin.execute_command("ACL", "SETUSER", "reader", "on", "+@read", "+ping", "~dd:*", ">p")
+    admin.close()
+    lines: list[dict[str, Any]] = []
+    registry = Registry(f"redis://reader:p@127.0.0.1:{guarded.port}/0", "run", logger_into(lines))
+    registry.publish_run(step=1)
+    wait_for(lambda: lines, "the refusal is told")
+    registry.close()
+    assert "may not" in lines[0]["reason"]
+    assert not registry.healthy
+
+
+def test_a_full_store_is_told(house: House) -> None:
+    house.client.config_set("maxmemory", 1)
+    house.registry.publish_run(step=1)
+    wait_for(lambda: house.logged("registry_lost"), "the refusal is told")
+    assert "refuses" in house.logged("registry_lost")[0]["reason"]
+    house.client.config_set("maxmemory", 0)
+    wait_for(lambda: house.registry.healthy, "it heals")
+
+
+def test_importing_the_registry_loads_no_torch() -> None:
+    code = "import sys, decoupled_diloco.common.registry; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True, timeout=60)
+    assert done.stdout.strip() == b"False"
