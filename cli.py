@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,19 +121,13 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 @click.pass_context
 def learner(context: click.Context, /, **given: Any) -> int:
     """Join a run, train the built-in language model, and leave by Ctrl-C whenever you like."""
-    given["name"] = given["name"] or _own_name()
-    config = made_of(LearnerConfig, given)
-    _log(context, config.name)
     from .learner.__main__ import main as run_learner
+    from .learner.session import default_name
 
+    config = made_of(LearnerConfig, given | {"name": given["name"] or default_name()})
+    _log(context, config.name)
     threads = given["threads"] or os.cpu_count() or 1
     return run_learner(config, data=given["data"], device=given["device"], threads=threads)
-
-
-def _own_name() -> str:
-    """A learner's name that nobody else has: this machine's, as far as names may look like it, and a random end."""
-    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname().lower()).strip("-")
-    return f"{host[:30] or 'learner'}-{secrets.token_hex(2)}"
 
 
 @group.command()

@@ -20,7 +20,8 @@ from .store import EmbeddedStore
 log = get_logger("up")
 
 FALSE_STARTS = 5
-"""A process that so often in a row ends right after its start, before anything was merged, ends the run."""
+"""A process that so often in a row ends right after its start, before anything was merged, ends the run. (Not the
+evaluator: nobody waits for it.)"""
 ENDS_THE_RUN = {2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written"}
 """Exit codes of the syncer after which starting it again helps nobody."""
 SYNCER_STOPS_SECONDS, LEARNERS_STOP_SECONDS, REST_STOPS_SECONDS = 6.5, 8.5, 9.5
@@ -142,7 +143,7 @@ class House:
             wrong = SettingError(sentence or f"{exit_.name}: {ENDS_THE_RUN[exit_.code]}")
             wrong.exit_code = exit_.code
             raise wrong
-        if false_starts >= FALSE_STARTS and not merged:
+        if false_starts >= FALSE_STARTS and not merged and exit_.name != "evaluator":
             where = self.folder.stderr(exit_.name)
             raise DilocoError(f"{exit_.name} ended {false_starts} times right after its start; its last words: "
                               f"{sentence or 'none'} (all of them: {where})")  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ..common.config import RunSettings, TaskSettings
-from ..common.errors import DilocoError
+from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
 from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
@@ -45,9 +45,12 @@ def up(
             wish.at_once = house.family.kill_now
             try:
                 _serve(house, wish, console)
-            except DilocoError:
+            except SettingError:
                 house.stop()
                 _forget_if_never_begun(prepared)
+                raise
+            except DilocoError:
+                house.stop()
                 raise
             finally:
                 house.family.kill()

@@ -43,9 +43,9 @@ def prepare(config: UpConfig, settings: RunSettings, task: TaskSettings, told: C
     if "run" not in told:
         settings = replace(settings, run=new_name())
     config.check(settings)
+    config = _with_ports(config)
     data_hash = check_data(config.data, task)
     check_fragments(settings, task)
-    config = _with_ports(config)
     setup = Setup(settings=settings, task=task, data_hash=data_hash, local=config.remembered())
     folder = RunFolder.create(config.directory or RUNS / settings.run, setup)
     return Prepared(folder=folder, setup=setup, config=config, fresh=True, lock=_lock(folder))
@@ -63,8 +63,9 @@ def _resume(path: Path, config: UpConfig, settings: RunSettings, task: TaskSetti
     known = {f.name for f in fields(UpConfig)} - set(told)
     config = replace(config, **{name: value for name, value in remembered.items() if name in known})
     config.check(setup.settings)
-    lock = _lock(folder)
+    _lock(folder).close()  # first of all the plainest reason
     steps = settings.steps if "steps" in told else setup.settings.steps
+    folder.check_steps(steps)
     summary = folder.summary()
     if summary.get("state") == "finished" and steps <= summary.get("t", 0):
         raise SettingError(
@@ -74,6 +75,7 @@ def _resume(path: Path, config: UpConfig, settings: RunSettings, task: TaskSetti
     if check_data(config.data, setup.task) != setup.data_hash:
         raise SettingError(f"the text is not the one that {folder.name} began with; give --data the old one")
     config = _with_ports(config)
+    lock = _lock(folder)
     folder.raise_steps(steps)
     return Prepared(folder=folder, setup=folder.setup(), config=config, fresh=False, lock=lock)
 

@@ -110,13 +110,18 @@ class RunFolder:
         }
         write_json(self.path / "settings.json", rows)
 
-    def raise_steps(self, steps: int) -> None:
-        """Let the run go on to `steps` global steps; SettingError if that is fewer than it has now."""
+    def check_steps(self, steps: int) -> None:
+        """SettingError if `steps` is fewer than the run has now."""
         setup = self.setup()
         if steps < setup.settings.steps:
             raise SettingError(
                 f"--steps {steps} is below the {setup.settings.steps} that {self.name} has; it may only rise"
             )
+
+    def raise_steps(self, steps: int) -> None:
+        """Let the run go on to `steps` global steps; SettingError if that is fewer than it has now."""
+        self.check_steps(steps)
+        setup = self.setup()
         self.write_setup(replace(setup, settings=replace(setup.settings, steps=steps)))
 
     # --- what happened -----------------------------------------------------------------------------------------------

@@ -94,9 +94,11 @@ def follow(source: Source) -> int:
 
 def line(now: Now) -> str:
     """The run in one plain line."""
+    if not now.steps:
+        return f"{now.run} is starting"
     figures = now.figures_so_far
     parts = [
-        f"{now.run} {now.state} step {now.t}/{now.steps or '?'}",
+        f"{now.run} {now.state} step {now.t}/{now.steps}",
         f"loss {_number(now.val_loss, '.3f')} nats/byte",
         f"{_number(now.tokens_per_second, ',.0f')} tokens/s",
         f"{len(now.live)} live",
