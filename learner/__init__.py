@@ -1,0 +1,1 @@
+"""The learner: inner steps by whoever trains, and the session that keeps its model in touch with the run."""

@@ -1,0 +1,78 @@
+"""A learner's books: what it has counted, what it adopted at which version, which calls it may answer. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..common.wire import Call
+
+MAX_LAG = 2
+"""A delta's base may be so many versions behind the fragment's current one."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The learner's own cumulative counters at one moment."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Account:
+    """One fragment's page."""
+
+    epoch: int = -1
+    version: int = 0
+    """Adopted, under `epoch`."""
+    since: Mark = field(default_factory=Mark)
+    """Where the next delta's interval begins."""
+    captured_steps: int = 0
+    """The step counter at the last capture or adoption."""
+    answered: tuple[int, int, int] = (-1, -1, -1)
+    """(epoch, slot, attempt) of the last call that was answered."""
+
+
+class Books:
+    """Counters since join, and one account a fragment. Only the training thread touches it."""
+
+    def __init__(self, name: str, incarnation: int, fragments: int) -> None:
+        self.me = (name, incarnation)
+        self.now = Mark()
+        self.accounts = [Account() for _ in range(fragments)]
+
+    def count(self, tokens: int) -> None:
+        """One inner step was taken, on so many tokens."""
+        self.now = Mark(self.now.steps + 1, self.now.tokens + tokens)
+
+    def adopted(self, fragment: int, epoch: int, version: int, since: Mark | None = None) -> None:
+        """The fragment was written into the model; with `since`, progress from that capture on was kept."""
+        account = self.accounts[fragment]
+        account.epoch, account.version = epoch, version
+        account.since = self.now if since is None else since
+        account.captured_steps = self.now.steps
+
+    def may_answer(self, call: Call) -> bool:
+        """Whether a capture for this call is wanted now."""
+        if call.fragment >= len(self.accounts):
+            return False
+        account = self.accounts[call.fragment]
+        lag = call.version - account.version
+        return (
+            account.epoch == call.epoch
+            and (call.epoch, call.slot, call.attempt) > account.answered
+            and self.now.steps > account.captured_steps
+            and 0 <= lag <= MAX_LAG
+            and not (lag and self.me in call.contributors)  # its own merged work would be measured once more
+        )
+
+    def captured(self, call: Call) -> tuple[Mark, Mark]:
+        """The fragment is captured for `call`: [from, to) of what the answer covers."""
+        account = self.accounts[call.fragment]
+        account.answered = (call.epoch, call.slot, call.attempt)
+        account.captured_steps = self.now.steps
+        return account.since, self.now
+
+    def versions(self, epoch: int) -> tuple[int, ...]:
+        """The adopted version of each fragment; 0 for one that was not adopted under this epoch yet."""
+        return tuple(a.version if a.epoch == epoch else 0 for a in self.accounts)

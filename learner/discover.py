@@ -1,0 +1,71 @@
+"""Hearing which run is at an address, before anything else is known of it."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from ..common.config import check_name
+from ..common.errors import PeerLost, SettingError
+from ..common.log import get_logger
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink
+from ..common.wire import Beat, beat_topic
+
+log = get_logger("learner")
+
+LISTEN_SECONDS = 2.0
+"""How long is listened for runs, where the run is not named: two beats of each."""
+SINCE_FIRST_SECONDS = 1.2
+"""At least so long after the first beat: all runs on a broker that has just been reached are heard."""
+SAY_SECONDS = 5.0
+
+
+def discover(address: str, run: str = "", timeout_seconds: float = 60.0) -> Beat:
+    """A beat of run `run`, or of the only run that is heard at `address` (tcp://HOST:PORT) within 2 s.
+
+    SettingError if several are heard (it lists them), PeerLost if none is within `timeout_seconds`. Says every few
+    seconds what it waits for.
+    """
+    if run:
+        check_name("--run", run)
+    place = Address.parse(address)
+    with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
+        downlink = Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES)
+        try:
+            downlink.subscribe(beat_topic(run))
+            heard = _listen(downlink, address, run, timeout_seconds)
+        finally:
+            downlink.close()
+    if len(heard) > 1:
+        raise SettingError(f"several runs are at {address}: {', '.join(sorted(heard))}; choose one with --run")
+    return next(iter(heard.values()))
+
+
+def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float) -> dict[str, Beat]:
+    start = time.monotonic()
+    until, said_at = start + timeout_seconds, start
+    heard: dict[str, Beat] = {}
+    while (now := time.monotonic()) < until:
+        downlink.socket.poll(100)
+        while (message := downlink.receive()) is not None:
+            if isinstance(message, Beat):
+                if message.run == run:
+                    return {run: message}
+                if not heard:
+                    until = max(start + LISTEN_SECONDS, now + SINCE_FIRST_SECONDS)
+                if message.run not in heard or message.epoch >= heard[message.run].epoch:
+                    heard[message.run] = message
+        if not heard and now - said_at >= SAY_SECONDS:
+            said_at = now
+            log.info("waiting", waits_for=_missing(run), address=address, seconds=round(now - start))
+    if not heard:
+        raise PeerLost(
+            f"{_missing(run)} was not heard at {address} for {timeout_seconds:g} s; "
+            "are the broker and the syncer running, and is the address right?"
+        )
+    return heard
+
+
+def _missing(run: str) -> str:
+    return f"a beat of run {run}" if run else "a beat of any run"

@@ -1,0 +1,189 @@
+"""Which tensors a model has, under which names, and what each is to the run: trained or static, tied, merged how.
+
+The names are the model's own, without what torch.compile, DDP and the like put in front. A tensor that stands under
+several names is one tensor: it is sent once and written once, and stays tied because it is written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..common.errors import SettingError
+from ..common.fragments import DTYPES, TRAINABLE_DTYPES, Kind, Layout, MergeKind, TensorSpec, strip_wrappers
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+DTYPE_OF = {name: getattr(torch, name) for name in DTYPES}
+
+
+@dataclass
+class Entry:
+    """One tensor of the model: the names it stands under, and what must be read and written."""
+
+    names: list[str]
+    tensor: Tensor
+    """The model's own parameter or buffer."""
+    kind: Kind
+    embedding: bool = False
+    """It is the weight of an nn.Embedding, under at least one of its names."""
+    master: Tensor | None = None
+    """f32 tensor of the same shape that the optimizer steps instead of the parameter."""
+    merge: MergeKind = field(default="rda")
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def source(self) -> Tensor:
+        """What holds the training state: the master where there is one."""
+        return self.tensor if self.master is None else self.master
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec(
+            name=self.name,
+            shape=tuple(self.tensor.shape),
+            dtype=str(self.source.dtype).removeprefix("torch."),
+            kind=self.kind,
+            merge=self.merge if self.kind == "trainable" else "rda",
+            tied=tuple(self.names[1:]),
+        )
+
+
+def inventory(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    masters: Mapping[str, Tensor] | None = None,
+    merge: Mapping[str, MergeKind] | None = None,
+) -> list[Entry]:
+    """Every parameter and persistent buffer of `model`, each once, in the model's order, parameters first.
+
+    optimizer: where given, each trainable parameter (or its master) must be in its groups.
+    masters: name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
+    merge: name -> "rda" or "mean", where the choice made here is not wanted (mean for embeddings and what is tied).
+    SettingError naming the first tensor that is not as it must be.
+    """
+    entries = list(_once(_named_tensors(model)))
+    _check(entries)
+    by_name = {name: entry for entry in entries for name in entry.names}
+    for entry in entries:
+        entry.merge = "mean" if entry.embedding else "rda"
+    for name, kind in (merge or {}).items():
+        _known(by_name, name, "merge").merge = _merge_kind(name, kind)
+    for name, tensor in (masters or {}).items():
+        _set_master(_known(by_name, name, "masters"), tensor)
+    if optimizer is not None:
+        _check_stepped(entries, optimizer)
+    if not any(e.kind == "trainable" and e.tensor.numel() for e in entries):
+        raise SettingError("the model has no trainable parameter: each has requires_grad=False, or no elements")
+    return entries
+
+
+def layout_of(
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    masters: Mapping[str, Tensor] | None = None,
+    merge: Mapping[str, MergeKind] | None = None,
+) -> Layout:
+    """What the model looks like from outside; arguments and errors as of `inventory`."""
+    return Layout(tuple(entry.spec() for entry in inventory(model, optimizer, masters, merge)))
+
+
+def live_buffers(entries: Iterable[Entry]) -> list[str]:
+    """Names of floating-point buffers: what the model may change while it trains (batch norm's running figures)."""
+    return [e.name for e in entries if e.kind == "buffer" and e.tensor.is_floating_point()]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Kind, bool]]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    embeddings = {
+        id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kind: Kind = "trainable" if parameter.requires_grad else "frozen"
+        yield strip_wrappers(name), parameter, kind, id(parameter) in embeddings
+    for path, module in modules.items():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - torch has no public way to ask what is persistent
+            if buffer is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                yield strip_wrappers(f"{path}.{name}" if path else name), buffer, "buffer", False
+
+
+def _once(rows: Iterable[tuple[str, Tensor, Kind, bool]]) -> Iterator[Entry]:
+    """Names of the same memory become one entry; that holds for the same object and for two views of it."""
+    entries: dict[Any, Entry] = {}
+    for name, tensor, kind, embedding in rows:
+        key: Any = id(tensor)
+        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+            key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        entry = entries.setdefault(key, Entry(names=[], tensor=tensor, kind=kind))
+        if name not in entry.names:
+            entry.names.append(name)
+        entry.embedding |= embedding
+        if kind == "trainable":
+            entry.kind = kind
+    yield from entries.values()
+
+
+def _check(entries: Sequence[Entry]) -> None:
+    seen: set[str] = set()
+    for entry in entries:
+        tensor, dtype = entry.tensor, str(entry.tensor.dtype).removeprefix("torch.")
+        if hasattr(tensor, "to_local"):
+            raise SettingError(f"{entry.name} is a DTensor: sharded models are not supported; join with a whole model")
+        if tensor.is_meta or is_lazy(tensor):
+            raise SettingError(f"{entry.name} has no values yet; initialise the model before it joins")
+        if tensor.layout is not torch.strided:
+            raise SettingError(f"{entry.name} is a {tensor.layout} tensor; only dense tensors are supported")
+        if dtype not in DTYPES or (entry.kind == "trainable" and dtype not in TRAINABLE_DTYPES):
+            allowed = TRAINABLE_DTYPES if entry.kind == "trainable" else tuple(DTYPES)
+            raise SettingError(f"{entry.name} is {entry.kind} and {dtype}; supported are {', '.join(allowed)}")
+        for name in entry.names:
+            if name in seen:
+                raise SettingError(f"two tensors of the model are both named {name} once wrapper prefixes are gone")
+            seen.add(name)
+
+
+def _known(by_name: Mapping[str, Entry], name: str, where: str) -> Entry:
+    entry = by_name.get(strip_wrappers(name))
+    if entry is None:
+        raise SettingError(f"{where} names {name!r}, which the model does not have")
+    return entry
+
+
+def _merge_kind(name: str, kind: str) -> MergeKind:
+    if kind not in ("rda", "mean"):
+        raise SettingError(f"merge of {name} must be 'rda' or 'mean', not {kind!r}")
+    return "mean" if kind == "mean" else "rda"
+
+
+def _set_master(entry: Entry, tensor: Tensor) -> None:
+    if entry.kind != "trainable":
+        raise SettingError(f"masters names {entry.name}, which is not trainable")
+    if tensor.dtype != torch.float32 or tensor.shape != entry.tensor.shape:
+        raise SettingError(
+            f"the master of {entry.name} must be float32 of shape {list(entry.tensor.shape)}, "
+            f"not {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        )
+    entry.master = tensor
+
+
+def stepped(optimizer: Optimizers) -> set[int]:
+    """The ids of all tensors in the groups of an optimizer, or of several."""
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    return {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
+
+
+def _check_stepped(entries: Sequence[Entry], optimizer: Optimizers) -> None:
+    held = stepped(optimizer)
+    for entry in entries:
+        if entry.kind == "trainable" and entry.tensor.numel() and id(entry.source) not in held:
+            what = "its master" if entry.master is not None else "it"
+            raise SettingError(
+                f"{entry.name} is trainable, but no optimizer group holds {what}: what the run sends would be undone "
+                "or never trained. Give all optimizers, freeze it, or name the f32 tensor that is stepped in masters"
+            )

@@ -1,0 +1,188 @@
+"""The thread that owns a learner's four sockets: it moves messages between them and the conversation, and keeps time.
+
+It is a daemon: it never keeps a program alive. What it fails with, the session's next call raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import zmq
+
+from ..common.config import LearnerConfig
+from ..common.errors import DilocoError
+from ..common.fragments import Plan
+from ..common.log import get_logger
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, Waker
+from ..common.wire import Plane, beat_topic, prefix
+from .conversation import Conversation, Identity, SeedSource
+from .desk import Desk
+
+log = get_logger("learner")
+
+UP_MESSAGES = 32
+"""Chunks that may wait in the bulk uplink; more wait, unencoded by the socket, in the conversation."""
+DOWN_MESSAGES = 256
+"""Chunks that may wait in the bulk downlink while the link's thread decodes: 16 fetched, the rest updates."""
+TURN_MS = 100
+"""The loop's longest sleep, and how exact its timers are."""
+BUSY_MS = 5
+"""The same while bulk messages wait for room in the socket, for which there is no event."""
+BATCH = 64
+"""Messages read from one plane before the other has its turn."""
+SEND_BATCH = 16
+
+
+class Link:
+    """Connects, and keeps the public model and the syncer's calls flowing to the desk until it is told to leave."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        me: Identity,
+        desk: Desk,
+        seed_source: Callable[[Plan], SeedSource] | None = None,
+    ) -> None:
+        self.config, self.desk = config, desk
+        self.address = Address.parse(config.broker)
+        self.conversation = Conversation(config, me, desk, seed_source)
+        self._waker = Waker()
+        self._wants_keyframes = True
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name=f"diloco-link-{me.name}", daemon=True)
+
+    # --- for the training thread -------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self.desk.progress_at = time.monotonic()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something lies on the desk."""
+        self._waker.wake()
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and end; `finished` waits for it. The first reason counts."""
+        self.desk.leaving = self.desk.leaving or reason
+        self._waker.wake()
+
+    def abandon(self) -> None:
+        """End at once, without a goodbye."""
+        self._abandoned = True
+        self._waker.wake()
+
+    def join_thread(self, seconds: float) -> bool:
+        """Wait for the thread's end; False if it is still there."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        one_thread_for_torch()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._serve(context)
+        except DilocoError as failure:
+            self.desk.fail(failure)
+        except Exception as failure:
+            log.exception("link_failed")
+            told = DilocoError(f"the link to {self.address} failed: {type(failure).__name__}: {failure}")
+            told.__cause__ = failure
+            self.desk.fail(told)
+        finally:
+            context.destroy()
+            self._waker.close()
+
+    def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Open the sockets (they belong to this thread), go round, close them; what was sent goes out for a while."""
+        talk = self.conversation
+        down = {
+            Plane.CONTROL: Downlink(
+                context, self.address.control_out, hwm_messages=CONTROL_MESSAGES,
+                on_malformed=lambda _, wrong: talk.malformed(wrong),
+            ),
+            Plane.BULK: Downlink(
+                context, self.address.bulk_out, hwm_messages=DOWN_MESSAGES,
+                on_malformed=lambda _, wrong: talk.malformed(wrong),
+            ),
+        }  # fmt: skip
+        up = {
+            Plane.CONTROL: Uplink(context, self.address.control_in, hwm_messages=CONTROL_MESSAGES),
+            Plane.BULK: Uplink(context, self.address.bulk_in, hwm_messages=UP_MESSAGES),
+        }
+        poller = zmq.Poller()
+        for socket in [*(d.socket for d in down.values()), *(u.socket for u in up.values()), self._waker.socket]:
+            poller.register(socket, zmq.POLLIN)
+        self._subscribe(down)
+        try:
+            while not talk.over and not self._abandoned:
+                poller.poll(BUSY_MS if talk.busy else TURN_MS)
+                self._waker.clear()
+                self._hear(down)
+                self._say(up, down)
+        finally:
+            for end in (*down.values(), *up.values()):
+                end.close()
+
+    def _subscribe(self, down: dict[Plane, Downlink]) -> None:
+        run = self.config.run
+        down[Plane.CONTROL].subscribe(beat_topic(run))
+        down[Plane.CONTROL].subscribe(prefix(run, "call"))
+        down[Plane.CONTROL].subscribe(prefix(run, "welcome", self.conversation.me.name))
+        down[Plane.BULK].subscribe(beat_topic(run))
+        down[Plane.BULK].subscribe(prefix(run, "fragment"))
+        down[Plane.BULK].subscribe(prefix(run, "keyframe"))
+
+    def _hear(self, down: dict[Plane, Downlink]) -> None:
+        for plane, downlink in down.items():
+            for _ in range(BATCH):
+                message = downlink.receive()
+                if message is None:
+                    break
+                self.conversation.heard(message, plane, time.monotonic())
+        follower = self.conversation.follower
+        wants = follower is None or follower.wants_keyframes
+        if wants != self._wants_keyframes:
+            self._wants_keyframes = wants
+            change = down[Plane.BULK].subscribe if wants else down[Plane.BULK].unsubscribe
+            change(prefix(self.config.run, "keyframe"))
+
+    def _say(self, up: dict[Plane, Uplink], down: dict[Plane, Downlink]) -> None:
+        talk, now = self.conversation, time.monotonic()
+        for uplink in up.values():
+            uplink.read_subscriptions()
+        due = talk.tick(
+            now,
+            control_proven=up[Plane.CONTROL].proven,
+            bulk_proven=up[Plane.BULK].proven,
+            bytes_up=sum(u.bytes_sent for u in up.values()),
+            bytes_down=sum(d.bytes_received for d in down.values()),
+            gaps=sum(d.gaps for d in down.values()),
+        )
+        for message in due:
+            if up[Plane.CONTROL].send(message):
+                talk.sent(message, now)
+        for _ in range(SEND_BATCH):
+            bulk = talk.next_bulk()
+            if bulk is None:
+                break
+            if not up[Plane.BULK].send(bulk):
+                talk.unsent(bulk)
+                break
+            talk.sent(bulk, time.monotonic())
+
+
+def one_thread_for_torch() -> None:
+    """The calling thread's torch operations run on it alone, so that they do not compete with the training thread.
+
+    OpenMP keeps this number per thread, but torch also notes it for threads that start later; so a thread that ends at
+    once notes the old number again.
+    """
+    others = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+    restore.start()
+    restore.join()

@@ -1,0 +1,109 @@
+"""Looking at a run without taking part: an observer hears and fetches the public model, and has no vote."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from ..common.config import LearnerConfig, RunSettings, TaskSettings
+from ..common.errors import DilocoError
+from ..common.fragments import Plan
+from ..common.wire import Beat
+from .desk import Desk
+from .discover import discover
+from .inventory import inventory
+from .link import Link
+from .pace import Progress
+from .replica import Replica
+from .session import await_joined, default_name, identify
+
+__all__ = ["Observer", "discover"]
+
+CLOSE_SECONDS = 3.0
+
+
+class Observer:
+    """The public model of a live run, kept up to date in a thread of its own.
+
+        with Observer("tcp://HOST:5550", model) as seen:
+            versions = seen.load()      # now `model` holds the newest public weights
+
+    `model` must have the layout of the run's model; it is written by `load` alone. Raises in the making what `join`
+    raises: SettingError, Refused, PeerLost.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: nn.Module,
+        *,
+        run: str = "",
+        name: str | None = None,
+        join_timeout_seconds: float = 60.0,
+    ) -> None:
+        entries = inventory(model)
+        config = LearnerConfig(
+            broker=address,
+            name=default_name() if name is None else name,
+            run=run or discover(address, "", join_timeout_seconds).run,
+            join_timeout_seconds=join_timeout_seconds,
+        )
+        self._desk = Desk()
+        self._link = Link(config, identify(config.name, entries, observer=True), self._desk)
+        joined = await_joined(self._link)
+        self.plan: Plan = joined.plan
+        self.settings: RunSettings = joined.settings
+        self.task: TaskSettings | None = joined.task
+        self._replica = Replica(model, joined.plan)
+        self._replica.load_static(joined.static)
+
+    @property
+    def beat(self) -> Beat:
+        """What the syncer told last. Raises what the link failed with."""
+        self.check()
+        if self._desk.beat is None:
+            raise DilocoError("no beat was heard")
+        return self._desk.beat
+
+    @property
+    def progress(self) -> Progress:
+        return self._desk.progress(time.monotonic())
+
+    @property
+    def finished(self) -> bool:
+        """The run is over, and what `load` writes is its final model."""
+        return self._desk.final
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The newest version of each fragment that is here."""
+        return tuple(public.version for public in self._desk.whole)
+
+    def load(self) -> tuple[int, ...]:
+        """Write the newest public model into the model; the version of each fragment."""
+        self.check()
+        whole = self._desk.whole
+        self._replica.show([public.vector for public in whole])
+        return tuple(public.version for public in whole)
+
+    def check(self) -> None:
+        """Raise what the link failed with, if it did."""
+        failure = self._desk.failure
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        self._link.leave("left")
+        if not self._link.join_thread(CLOSE_SECONDS):
+            self._link.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,172 @@
+"""A learner's own copy of the model: fragments are copied out of it and written into it, always in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..common.errors import Malformed
+from ..common.fragments import Fragment, Plan
+from .inventory import DTYPE_OF, Entry, inventory, layout_of
+
+__all__ = ["Replica", "anchor", "close_holes", "layout_of", "views"]
+
+
+def views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
+    """The tensors of a fragment inside its flat vector, each in its own shape."""
+    return [flat[slot.offset : slot.stop].view(slot.tensor.shape) for slot in fragment.slots]
+
+
+def close_holes(fragment: Fragment, flat: Tensor) -> None:
+    """Zero what lies between the tensors of a flat vector (a buffer that is used again may hold anything there)."""
+    ends = [slot.offset for slot in fragment.slots[1:]] + [fragment.length]
+    for slot, end in zip(fragment.slots, ends, strict=True):
+        flat[slot.stop : end].zero_()
+
+
+def anchor(fragment: Fragment, public: Tensor) -> Tensor:
+    """The public vector through the parameters' dtypes: what a model holds after it adopted `public`."""
+    if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
+        return public
+    out = public.clone()
+    for slot, view in zip(fragment.slots, views(fragment, out), strict=True):
+        view.copy_(view.to(DTYPE_OF[slot.tensor.dtype]))
+    return out
+
+
+class Replica:
+    """The tensors of one model, reached by the fragments of `plan`.
+
+    Only the thread that trains may call what reads or writes the model. With masters (bf16 parameters that follow f32
+    tensors of the optimizer) fragments are made of the masters; the parameters follow when a fragment is adopted.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, masters: Mapping[str, Tensor] | None = None) -> None:
+        self.plan = plan
+        self._entries = {entry.name: entry for entry in inventory(model, masters=masters)}
+
+    def entries(self, fragment: Fragment) -> list[Entry]:
+        return [self._entries[slot.tensor.name] for slot in fragment.slots]
+
+    def source(self, name: str) -> Tensor:
+        """What holds the training state of the tensor of this name."""
+        return self._entries[name].source.detach()
+
+    def sources(self, fragment: Fragment) -> list[Tensor]:
+        """The tensors that hold the fragment's training state: masters where there are some."""
+        return [entry.source.detach() for entry in self.entries(fragment)]
+
+    @cached_property
+    def on_accelerator(self) -> bool:
+        return any(entry.source.is_cuda for entry in self._entries.values())
+
+    # --- out of the model --------------------------------------------------------------------------------------------
+    def new_buffer(self, length: int) -> Tensor:
+        """Host memory for a flat vector; pinned where the model is on an accelerator. Contents arbitrary."""
+        return torch.empty(length, dtype=torch.float32, pin_memory=self.on_accelerator)
+
+    @torch.no_grad()
+    def capture(self, fragment: Fragment, out: Tensor) -> torch.cuda.Event | None:
+        """Copy the fragment into the host buffer `out` (flat f32; its holes are left as they are).
+
+        On an accelerator the copy is only queued, ahead of the next inner step: wait for the returned event, in
+        another thread, before reading `out`.
+        """
+        torch._foreach_copy_(views(fragment, out), self.sources(fragment), non_blocking=True)
+        if not self.on_accelerator:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def vector(self, fragment: Fragment) -> Tensor:
+        """The fragment as it is now, as a new flat f32 vector in host memory, holes zero. Waits for the device."""
+        out = torch.zeros(fragment.length, dtype=torch.float32)
+        with torch.no_grad():
+            torch._foreach_copy_(views(fragment, out), self.sources(fragment))
+        return out
+
+    # --- into the model ----------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def overwrite(self, fragment: Fragment, public: Tensor) -> None:
+        """theta <- Theta (the paper's rule). `public` must not be written again."""
+        self._write(fragment, views(fragment, public))
+
+    @torch.no_grad()
+    def rebase(self, fragment: Fragment, public: Tensor, captured: Tensor) -> None:
+        """theta <- Theta + (theta - theta at the capture): a contributor keeps what it did since."""
+        values = []
+        for new, old, now in zip(
+            views(fragment, public), views(fragment, captured), self.sources(fragment), strict=True
+        ):
+            since = now.float() - old.to(now.device, non_blocking=True)
+            values.append(since.add_(new.to(now.device, non_blocking=True)))
+        self._write(fragment, values)
+
+    @torch.no_grad()
+    def mix(self, fragment: Fragment, public: Tensor, alpha: float) -> None:
+        """theta <- alpha theta + (1 - alpha) Theta (paper D.1; Streaming DiLoCo's blend)."""
+        values = [
+            now.float() * alpha + new.to(now.device, non_blocking=True) * (1 - alpha)
+            for new, now in zip(views(fragment, public), self.sources(fragment), strict=True)
+        ]
+        self._write(fragment, values)
+
+    def _write(self, fragment: Fragment, values: Sequence[Tensor]) -> None:
+        entries = self.entries(fragment)
+        torch._foreach_copy_(self.sources(fragment), list(values), non_blocking=True)
+        followers = [entry for entry in entries if entry.master is not None]
+        if followers:
+            sources = [entry.source.detach() for entry in followers]
+            torch._foreach_copy_([entry.tensor.detach() for entry in followers], sources)
+
+    # --- what never changes ------------------------------------------------------------------------------------------
+    def static_bytes(self) -> bytes:
+        """Frozen parameters and persistent buffers, their bytes (little endian) one after the other in layout order."""
+        parts = [self._entries[spec.name].tensor.detach().cpu() for spec in self.plan.layout.static if spec.numel]
+        return b"".join(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+
+    @torch.no_grad()
+    def load_static(self, content: bytes | memoryview) -> None:
+        """Write the static part into the model; Malformed, and nothing is written, if it is not of the right size."""
+        if len(content) != self.plan.layout.static_bytes:
+            raise Malformed("size", f"{len(content)} bytes of static values, not {self.plan.layout.static_bytes}")
+        offset = 0
+        for spec in self.plan.layout.static:
+            if spec.numel:
+                part = torch.frombuffer(bytearray(content[offset : offset + spec.bytes]), dtype=DTYPE_OF[spec.dtype])
+                self._entries[spec.name].tensor.copy_(part.view(spec.shape))
+            offset += spec.bytes
+
+    # --- the whole model ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def keep_parameters(self) -> list[Tensor]:
+        """Copies of all trainable parameters (not of masters), for `put_back`."""
+        return [entry.tensor.detach().clone() for entry in self._trainable()]
+
+    @torch.no_grad()
+    def put_back(self, kept: Sequence[Tensor]) -> None:
+        """The parameters as `keep_parameters` found them, bit for bit."""
+        for entry, values in zip(self._trainable(), kept, strict=True):
+            entry.tensor.copy_(values)
+
+    @torch.no_grad()
+    def show(self, vectors: Sequence[Tensor]) -> None:
+        """Write all public fragments into the parameters, and not into masters: for looking, not for training."""
+        for fragment, vector in zip(self.plan.fragments, vectors, strict=True):
+            for entry, view in zip(self.entries(fragment), views(fragment, vector), strict=True):
+                entry.tensor.copy_(view)
+
+    def save(self, path: Path) -> None:
+        """All tensors as a safetensors file; a tied tensor stands under its first name, the metadata has the others."""
+        tensors = {e.name: e.source.detach().cpu().contiguous().clone() for e in self._entries.values()}
+        tied = {name: e.name for e in self._entries.values() for name in e.names[1:]}
+        save_file(tensors, path, metadata={"format": "pt", **tied})
+
+    def _trainable(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.kind == "trainable"]

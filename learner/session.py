@@ -1,0 +1,472 @@
+"""A training script's side of a run: join(), and the Session whose step() is called after each optimizer step.
+
+The training thread counts, adopts what waits and copies what is called for. It waits for nobody.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import random
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..common.config import LearnerConfig, RunSettings, TaskSettings
+from ..common.errors import DilocoError, Diverged, Orphaned, PeerLost, SettingError
+from ..common.fragments import Layout, MergeKind, Plan
+from ..common.log import get_logger
+from ..common.wire import MAX_COUNT, Call
+from .books import Books, Mark
+from .conversation import HURRY_SECONDS, LEAVE_SECONDS, Identity
+from .desk import Arrival, Boundary, Capture, Counters, Desk, Joined
+from .discover import SAY_SECONDS, discover
+from .follower import Public
+from .health import LossWatch, StickCheck
+from .inventory import Entry, Optimizers, inventory, live_buffers, stepped
+from .link import Link
+from .pace import Pace, Progress
+from .replica import Replica
+
+log = get_logger("learner")
+
+RAMP_STEPS = 20
+"""Inner steps over which a joiner without optimizer moments raises its learning rate."""
+FORGIVEN_AFTER_STEPS = 100
+"""A learner that is not finite again within so many steps after a reset has diverged."""
+GRACE_SECONDS = 3.0
+"""What closing may take beyond the waiting for answers: the sockets' linger time."""
+CALL_SECONDS = 0.2
+"""How often a waiting join looks up, so that Ctrl-C is heard."""
+
+
+def join(
+    address: str,
+    model: nn.Module,
+    optimizer: Optimizers,
+    *,
+    name: str | None = None,
+    run: str = "",
+    masters: Mapping[str, Tensor] | None = None,
+    merge: Mapping[str, MergeKind] | None = None,
+    data_hash: str = "",
+    join_timeout_seconds: float = 60.0,
+    orphan_timeout_seconds: float = 600.0,
+    directory: Path | str | None = None,
+) -> Session:
+    """Join the run at `address` (tcp://HOST:PORT); afterwards the model holds the run's global weights.
+
+        with decoupled_diloco.join("tcp://10.0.0.5:5550", model, optimizer) as session:
+            for inputs, targets in batches:
+                lr = peak * decay(session.progress.fraction) * session.ramp
+                loss = train_one_step(model, optimizer, inputs, targets, lr)
+                if not session.step(tokens=targets.numel(), loss=loss):
+                    break
+        # the model holds the final global weights
+
+    optimizer: the optimizer, or several; each trainable parameter must be in their groups.
+    name: of this learner, [a-z0-9-]; None = the machine's name and four random characters.
+    run: which run; '' = the only one at the address.
+    masters: parameter name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
+    merge: parameter name -> "rda" or "mean" where the default (mean for embeddings, rda for all else) is not wanted.
+    data_hash: sha256 of the data set, where the run compares it.
+    directory: where parameters are saved if no beat is heard for `orphan_timeout_seconds`; None = the current one.
+
+    Raises SettingError (an argument or the model is not as it must be), Refused (the run does not take this learner),
+    PeerLost (nobody answers for `join_timeout_seconds`).
+    """
+    entries = inventory(model, optimizer, masters, merge)
+    config = LearnerConfig(
+        broker=address,
+        name=default_name() if name is None else name,
+        run=run or discover(address, "", join_timeout_seconds).run,
+        join_timeout_seconds=join_timeout_seconds,
+        orphan_timeout_seconds=orphan_timeout_seconds,
+        directory=None if directory is None else Path(directory),
+    )
+    me = identify(config.name, entries, data_hash=data_hash)
+    desk = Desk()
+    link = Link(config, me, desk, lambda plan: ModelSeed(Replica(model, plan, masters)))
+    joined = await_joined(link)
+    replica = Replica(model, joined.plan, masters)
+    try:
+        session = Session(link, me, joined, replica, optimizer)
+    except BaseException:
+        link.leave("failed")
+        raise
+    if live := live_buffers(entries):
+        log.info("buffers_stay_local", buffers=len(live), first=live[0])
+    return session
+
+
+def default_name() -> str:
+    """The machine's name, made valid, and four random characters: replicas of one image get different ones."""
+    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:32].rstrip("-")
+    return f"{host or 'learner'}-{secrets.token_hex(2)}"
+
+
+def identify(name: str, entries: list[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:
+    """How a process introduces itself; a new random incarnation each time."""
+    device = next(e.source.device for e in entries if e.kind == "trainable")
+    return Identity(
+        name=name,
+        incarnation=random.SystemRandom().randrange(1, MAX_COUNT),
+        layout=Layout(tuple(entry.spec() for entry in entries)),
+        role="observer" if observer else "learner",
+        data_hash=data_hash,
+        device=torch.cuda.get_device_name(device)[:64] if device.type == "cuda" else str(device)[:64],
+        host=re.sub(r"[^ -~]", "?", socket.gethostname())[:255],
+        pid=os.getpid(),
+        pin=device.type == "cuda" and not observer,
+    )
+
+
+def await_joined(link: Link) -> Joined:
+    """Start the link and wait until the public model is here. PeerLost if nothing moves for the join's time-out."""
+    config, desk = link.config, link.desk
+    link.start()
+    start = said_at = time.monotonic()
+    try:
+        while True:
+            joined = desk.wait_joined(CALL_SECONDS)
+            now = time.monotonic()
+            if joined is not None:
+                log.info("joined", run=config.run, learner=config.name, fragments=joined.plan.P, t=joined.t,
+                         seconds=round(now - start, 3))  # fmt: skip
+                return joined
+            if now - desk.progress_at > config.join_timeout_seconds:
+                raise PeerLost(
+                    f"{config.name} waited {config.join_timeout_seconds:g} s for {desk.waits_for} at {config.broker} "
+                    f"(run {config.run}); are the broker and the syncer running?"
+                )
+            if now - said_at >= SAY_SECONDS:
+                said_at = now
+                log.info("waiting", waits_for=desk.waits_for, address=config.broker, seconds=round(now - start))
+    except BaseException:
+        link.leave("left")
+        if not link.join_thread(HURRY_SECONDS):
+            link.abandon()
+        raise
+
+
+class ModelSeed:
+    """Version 0 out of a model that does not train yet (its thread waits in join())."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def vector(self, fragment: int) -> Tensor:
+        return self._replica.vector(self._replica.plan.fragments[fragment])
+
+    def static_bytes(self) -> bytes:
+        return self._replica.static_bytes()
+
+
+class Session:
+    """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
+
+    def __init__(self, link: Link, me: Identity, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
+        self.name, self.incarnation, self.run = me.name, me.incarnation, link.config.run
+        self.plan: Plan = joined.plan
+        self.settings: RunSettings = joined.settings
+        self.task: TaskSettings | None = joined.task
+        self.finished = False
+        """The run is over, and the model holds the final global weights."""
+        self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
+        self._books = Books(me.name, me.incarnation, joined.plan.P)
+        self._losses = LossWatch()
+        self._public: list[Public] = list(joined.whole)
+        self._captures: dict[int, Capture] = {}
+        self._without_moments = joined.t > 0 and not any(o.state for o in optimizers(optimizer))
+        self._resetting = False
+        self._reset_at: int | None = None
+        self._closed = False
+        self._looking = False
+        self._versions: tuple[int, tuple[int, ...]] = (joined.epoch, ())
+        replica.load_static(joined.static)
+        largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
+        self._stick: StickCheck | None = StickCheck(replica.source(largest))
+        for fragment, public in zip(self.plan.fragments, joined.whole, strict=True):
+            replica.overwrite(fragment, public.vector)
+            self._books.adopted(fragment.index, joined.epoch, public.version)
+        self._stick.adopted()
+        self._pace = Pace(time.monotonic())
+        self._report(joined.epoch)
+        self._conclude(self._desk.boundary())
+
+    # --- what a training loop calls ----------------------------------------------------------------------------------
+    def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:
+        """To be called after each optimizer step; False when the run is over, and then the model is the final one.
+
+        tokens: how many this step was trained on. loss: the step's loss, if it is at hand (for the run's displays, and
+        to notice at once when it is not finite; a tensor on an accelerator is not waited for).
+
+        Raises Diverged (loss or parameters not finite, again after a reset), Orphaned (the syncer is gone for long;
+        the parameters were saved), DilocoError (the session is closed, or its link failed).
+        """
+        if self._closed or self._looking:
+            raise DilocoError(
+                f"session of {self.name}: step() after close(); join again to go on"
+                if self._closed
+                else f"session of {self.name}: step() inside global_weights(); leave that block first"
+            )
+        if self.finished:
+            return False
+        self._pace.enter(time.monotonic())
+        self._books.count(_tokens(tokens, self._books.now))
+        waits = self._desk.boundary()
+        if waits.failure is not None:
+            self._fail(waits.failure)
+        fine = self._losses.take(loss) and not waits.nonfinite
+        if not self._conclude(waits):
+            self._check_stuck()
+            self._adopt(waits)
+            if not fine and not self._resetting:
+                self._not_finite()
+            if not self._resetting:
+                self._answer(waits.calls)
+        self._pace.leave(time.monotonic())
+        self._report()
+        return not self.finished
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
+        return self._desk.progress(time.monotonic())
+
+    @property
+    def ramp(self) -> float:
+        """From 0 to 1: what to multiply the learning rate by. Below 1 only in the first 20 steps of a learner that
+        joined in mid-run without optimizer moments.
+        """
+        return min(1.0, (self._books.now.steps + 1) / RAMP_STEPS) if self._without_moments else 1.0
+
+    @property
+    def local_steps(self) -> int:
+        return self._books.now.steps
+
+    @property
+    def tokens(self) -> int:
+        return self._books.now.tokens
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The adopted version of each fragment."""
+        return tuple(public.version for public in self._public)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[tuple[int, ...]]:
+        """Inside the block the model holds the newest public global weights; afterwards its own again, bit for bit.
+
+        Gives the version of each fragment. Costs a second copy of the trainable parameters on their device. Time in
+        the block counts as neither training nor waiting.
+        """
+        if self._closed or self._looking:
+            raise DilocoError(
+                f"session of {self.name}: global_weights() {'twice' if self._looking else 'after close()'}"
+            )
+        entered = time.monotonic()
+        whole = self._desk.whole
+        kept = self._replica.keep_parameters()
+        self._looking = True
+        shown = time.monotonic()
+        try:
+            self._replica.show([public.vector for public in whole])
+            yield tuple(public.version for public in whole)
+        finally:
+            hiding = time.monotonic()
+            self._replica.put_back(kept)
+            self._looking = False
+            left = time.monotonic()
+            self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)
+
+    def close(self, reason: str = "left") -> None:
+        """Leave the run. In mid-run open calls are answered once more; takes 5 s at most, and 2 s where nobody listens.
+
+        reason: left, stopped, diverged or failed; anything but `left` is in a hurry. Closing twice is harmless.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if reason == "left" and not self.finished and not self._resetting:
+            waits = self._desk.boundary()
+            if waits.failure is None and waits.final is None:
+                self._answer(waits.calls)
+        self._link.leave("finished" if self.finished else reason)
+        patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
+        if not self._link.join_thread(patience):
+            self._link.abandon()
+            log.warning("goodbye_not_sent", learner=self.name, reason=reason, address=self._link.config.broker)
+        else:
+            log.info("left", learner=self.name, reason="finished" if self.finished else reason,
+                     local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            self.close("stopped")
+        else:
+            self.close("diverged" if isinstance(error, Diverged) else "failed")
+
+    # --- at a step boundary ------------------------------------------------------------------------------------------
+    def _conclude(self, waits: Boundary) -> bool:
+        """Take the final model, if it is here: then True."""
+        if waits.final is None:
+            return False
+        for fragment, public in zip(self.plan.fragments, waits.final, strict=True):
+            self._replica.overwrite(fragment, public.vector)
+        self._public = list(waits.final)
+        self.finished = True
+        return True
+
+    def _adopt(self, waits: Boundary) -> None:
+        for arrival in waits.arrivals:
+            self._adopt_one(arrival, "overwrite" if waits.reset else self.settings.adopt)
+        if waits.reset:
+            self._captures.clear()
+            if self._resetting:
+                self._resetting, self._reset_at = False, self._books.now.steps
+                healed = heal_moments(self._optimizer)
+                log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
+        if waits.arrivals:
+            self._versions = (waits.arrivals[-1].epoch, self._books.versions(waits.arrivals[-1].epoch))
+
+    def _adopt_one(self, arrival: Arrival, how: str) -> None:
+        fragment, vector = self.plan.fragments[arrival.fragment], arrival.public.vector
+        capture = self._captures.pop(arrival.fragment, None)
+        since: Mark | None = None
+        if how == "rebase" and capture is not None and arrival.own == capture.until:
+            self._replica.rebase(fragment, vector, capture.theta)
+            since = capture.until
+        elif how == "mix":
+            self._replica.mix(fragment, vector, self.settings.mix_alpha)
+        else:
+            self._replica.overwrite(fragment, vector)
+        self._public[arrival.fragment] = arrival.public
+        self._books.adopted(arrival.fragment, arrival.epoch, arrival.public.version, since)
+
+    def _answer(self, calls: tuple[Call, ...]) -> None:
+        """Copy the fragment of each call that may be answered now, and leave the rest to the link."""
+        captured = False
+        for call in calls:
+            if self._books.may_answer(call):
+                self._capture(call)
+                captured = True
+        if captured:
+            self._link.wake()
+
+    def _capture(self, call: Call) -> None:
+        fragment, public = self.plan.fragments[call.fragment], self._public[call.fragment]
+        theta = self._desk.spare_buffer(fragment.length, keep=self.settings.overlap + 1)
+        if theta is None:
+            theta = self._replica.new_buffer(fragment.length)
+        ready = self._replica.capture(fragment, theta)
+        since, until = self._books.captured(call)
+        rebase = self.settings.adopt == "rebase"
+        capture = Capture(call, public.version, public.vector, theta, since, until, ready, reusable=not rebase)
+        if rebase:
+            self._captures[call.fragment] = capture
+        self._desk.hand_over(capture)
+
+    # --- what may go wrong -------------------------------------------------------------------------------------------
+    def _not_finite(self) -> None:
+        """Have everything fetched anew, once; raise Diverged if that did not help for long."""
+        now = self._books.now.steps
+        if self._reset_at is not None and now - self._reset_at <= FORGIVEN_AFTER_STEPS:
+            raise Diverged(
+                f"{self.name} has diverged: loss or parameters are not finite at its step {now}, "
+                f"{now - self._reset_at} steps after a reset from the global model; lower the inner learning rate"
+            )
+        log.warning("not_finite", learner=self.name, local_steps=now, loss=self._losses.value)
+        self._resetting = True
+        self._desk.wish_reset()
+        self._link.wake()
+
+    def _check_stuck(self) -> None:
+        if self._stick is None:
+            return
+        verdict = self._stick.stepped()
+        held = stepped(self._optimizer)
+        first = next(
+            (e for f in self.plan.fragments for e in self._replica.entries(f) if id(e.source) not in held), None
+        )
+        if verdict is False or (self._optimizer is not None and first is not None):
+            raise SettingError(
+                f"{self.name}: what was adopted did not stay in the model: "
+                + (
+                    f"the optimizer does not step {first.name} any more"
+                    if first is not None
+                    else "one step later the old values were back, so the optimizer steps tensors of its own"
+                )
+                + "; give join() those f32 tensors by name as masters"
+            )
+        if verdict is not None:
+            self._stick = None
+
+    def _fail(self, failure: DilocoError) -> None:
+        if isinstance(failure, Orphaned):
+            path = (self._link.config.directory or Path()) / f"{self.run}-{self.name}-orphan.safetensors"
+            try:
+                self._replica.save(path)
+            except OSError as wrong:
+                raise Orphaned(f"{failure}; saving to {path} failed as well: {wrong}") from wrong
+            raise Orphaned(f"{failure}; its parameters are in {path}")
+        raise failure
+
+    def _report(self, epoch: int | None = None) -> None:
+        pace = self._pace
+        if epoch is not None:
+            self._versions = (epoch, self._books.versions(epoch))
+        self._desk.counters = Counters(
+            books=self._books.now,
+            step_seconds=pace.step_seconds,
+            last_step_at=pace.last_step_at,
+            inner_seconds=pace.inner_seconds,
+            session_seconds=pace.session_seconds,
+            started_at=pace.started_at,
+            loss=self._losses.value,
+            versions=self._versions[1],
+            versions_epoch=self._versions[0],
+        )
+
+
+def _tokens(tokens: Any, before: Mark) -> int:
+    try:
+        count = operator.index(tokens)
+    except TypeError:
+        raise SettingError(f"tokens must be a whole number, not {tokens!r}") from None
+    if not 0 <= count <= MAX_COUNT - before.tokens:
+        raise SettingError(f"tokens must be a whole number from 0 on, below 2^53 in total, not {count}")
+    return count
+
+
+def optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+
+
+@torch.no_grad()
+def heal_moments(optimizer: Optimizers) -> int:
+    """Zero every tensor of optimizer state that is not finite: kept, it would undo a reset at once. How many."""
+    healed = 0
+    for each in optimizers(optimizer):
+        for state in each.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+                    value.zero_()
+                    healed += 1
+    return healed
