@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from .session import Session
+from .text import Batches
 from .transformer import loss_of
 
 RAMP_STEPS = 20
@@ -20,7 +20,7 @@ def train(
     session: Session,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Batches,
     *,
     inner_lr: float,
     stop: threading.Event,
@@ -62,4 +62,4 @@ def inner_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())

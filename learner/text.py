@@ -24,6 +24,8 @@ import torch
 from ..common.errors import SettingError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Batches: TypeAlias = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""(inputs, targets), both int64 [sequences, sequence_length], endlessly."""
 
 SKIPPED = {"test", "tests", "encodings", "lib2to3", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 """Folders of the standard library that are no ordinary source text, or not the library's own."""
@@ -142,9 +144,7 @@ def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence_length: int) ->
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
 
-def batches(
-    text: Bytes, sequences: int, sequence_length: int, *, seed: int, name: str, incarnation: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(text: Bytes, sequences: int, sequence_length: int, *, seed: int, name: str, incarnation: int) -> Batches:
     """Endless (inputs, targets) of random windows; another stream for each learner, and for each of its lives."""
     random = generator("train", seed, name, incarnation)
     while True:

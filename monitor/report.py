@@ -1,0 +1,151 @@
+"""The report of a run: metrics.csv, and loss.png with the marks of models that need no training.
+
+Both are made from evaluations.jsonl and text.json, which the evaluator writes into the run's folder; at any moment,
+also in mid-run or after a run that broke off.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.log import get_logger
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+log = get_logger("report")
+
+EVALUATIONS = "evaluations.jsonl"
+TEXT = "text.json"
+COLUMNS = ("seconds", "t", "part", "size", "val_loss", "tokens_merged", "cpu_seconds")
+REPORTED_PART = "B"
+"""The held-out part that stands in summaries. The other, A, is there to choose settings by."""
+LINE, MARK = "#1f5fa8", "#8a8a8a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One line of evaluations.jsonl: the global model judged once."""
+
+    seconds: float
+    """Since the evaluator first started in this run."""
+    t: int
+    """Global step."""
+    part: str
+    """Held-out part, A or B."""
+    size: str
+    """small: every few seconds on a few windows. full: at version 0 and at the end."""
+    val_loss: float
+    """Nats per byte."""
+    tokens_merged: int | None = None
+    cpu_seconds: float = 0.0
+    """What this evaluation cost."""
+
+
+def read_evaluations(folder: Path) -> list[Evaluation]:
+    """All evaluations of the run in `folder`, oldest first; none if there is no file yet."""
+    path = folder / EVALUATIONS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return list(_parsed(lines))
+
+
+def _parsed(lines: Sequence[str]) -> Iterator[Evaluation]:
+    names = Evaluation.__dataclass_fields__
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            yield Evaluation(**{name: value for name, value in row.items() if name in names})
+        except (ValueError, TypeError, AttributeError):
+            # a process killed while it wrote leaves half a line; all others are still true
+            log.warning("evaluation_unreadable", file=EVALUATIONS, line=number)
+
+
+def first_and_last_loss(evaluations: Sequence[Evaluation], part: str = REPORTED_PART) -> tuple[float, float] | None:
+    """Validation loss at version 0 and of the newest full evaluation on `part`; None before there is one."""
+    full = [e for e in evaluations if e.size == "full" and e.part == part]
+    return (full[0].val_loss, full[-1].val_loss) if full else None
+
+
+def read_text_facts(folder: Path) -> dict[str, Any]:
+    """What the run's text is: source, tokens, sha256, holds_out, baselines {part: {uniform, unigram, bigram}}."""
+    path = folder / TEXT
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return facts
+
+
+def write_report(folder: Path) -> list[Path]:
+    """Write metrics.csv and, once there is an evaluation, loss.png into the run's folder; the files written."""
+    evaluations = read_evaluations(folder)
+    written = [write_metrics(folder / "metrics.csv", evaluations)]
+    if evaluations:
+        written.append(draw_loss(folder / "loss.png", evaluations, read_text_facts(folder)))
+    return written
+
+
+def write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
+    """One row an evaluation. The file is either the old one or the whole new one."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(COLUMNS)
+        for e in evaluations:
+            table.writerow(["" if getattr(e, name) is None else getattr(e, name) for name in COLUMNS])
+    aside.replace(path)
+    return path
+
+
+def draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any]) -> Path:
+    """The picture of the run as a PNG: validation loss over global steps, beside the baselines of the same part."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the report needs it
+
+    figure = Figure(figsize=(9, 5.4), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    last_step = max(e.t for e in evaluations) or 1
+    _draw_marks(axes, text.get("baselines", {}).get(REPORTED_PART, {}), last_step)
+    _draw_curve(axes, [e for e in evaluations if e.part == REPORTED_PART])
+    axes.set_title("Validation loss of the global model", loc="left", fontsize=13, fontweight="bold", pad=14)
+    axes.set_xlabel("global step")
+    axes.set_ylabel("nats per byte (lower is better)")
+    axes.set_xlim(-0.02 * last_step, last_step * 1.02)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if text:
+        origin = f"{text['source']}, {text['tokens'] / 1e6:.1f} million bytes, sha256 {text['sha256'][:12]}"
+        plain = origin.encode("ascii", "replace").decode()  # the font has not every letter that a path may have
+        figure.text(0.995, 0.005, plain, ha="right", va="bottom", fontsize=7, color=MARK, parse_math=False)
+    aside = path.with_name(path.name + ".tmp")
+    figure.savefig(aside, format="png")
+    aside.replace(path)
+    return path
+
+
+def _draw_marks(axes: Axes, baselines: dict[str, float], last_step: int) -> None:
+    """A dashed line for each model that needs no training, with its name and value above its right end."""
+    for name, nats in baselines.items():
+        axes.axhline(nats, color=MARK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"{name} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
+            ha="right", va="bottom", fontsize=9, color="#5a5a5a",
+        )  # fmt: skip
+
+
+def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
+    """The loss as a line with a dot for each evaluation; the full ones are larger, the last one's value is written."""
+    if not evaluations:
+        return
+    axes.plot([e.t for e in evaluations], [e.val_loss for e in evaluations], color=LINE, linewidth=2, zorder=3)
+    for size, area in (("small", 14), ("full", 48)):
+        dots = [e for e in evaluations if e.size == size]
+        axes.scatter([e.t for e in dots], [e.val_loss for e in dots], s=area, color=LINE, zorder=4)
+    last = evaluations[-1]
+    axes.annotate(
+        f"{last.val_loss:.2f}", (last.t, last.val_loss), xytext=(0, -9), textcoords="offset points",
+        ha="right", va="top", fontsize=12, fontweight="bold", color=LINE,
+    )  # fmt: skip
