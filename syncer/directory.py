@@ -38,13 +38,14 @@ class OwnedDirectory:
             handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as wrong:
             raise self.unwritable(wrong) from wrong
+        probe = self.directory / (folders.WRITING + "probe")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
             folders.clean(self.directory)
-            folders.write_file(self.directory / "probe", " " * 4096)
-            (self.directory / "probe").unlink()
+            folders.write_file(probe, " " * 4096)
+            probe.unlink()
         except BlockingIOError as wrong:
             owner = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "?"
             os.close(handle)

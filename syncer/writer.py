@@ -96,8 +96,15 @@ class CheckpointWriter:
         return not self._thread.is_alive() and self.healthy
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Wait for a job and do it; False when it is time to end. Holds no snapshot after it returned."""
+        job = self._next()
+        if job is not None:
             self._write(job)
+        return job is not None
 
     def _next(self) -> _Job | None:
         """The job to do now, when there is one; None when it is time to end."""

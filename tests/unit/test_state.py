@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,16 @@ def test_a_snapshot_stays_what_it_was_while_merges_go_on(generator: torch.Genera
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     held = [*state.public, *state.residual, *(state.momentum or [])]
     assert not any(torch.equal(old, new) for old, new in zip(before, held, strict=True) if old.any())
+
+
+@pytest.mark.parametrize(("codec", "kept"), [("int4", 1), ("f32", 3)])
+def test_only_the_versions_that_a_late_delta_may_need_are_kept(codec: str, kept: int) -> None:
+    state = fresh(codec_up=codec, codec_down=codec)
+    seen = [weakref.ref(state.public[0])]
+    for _ in range(10):
+        advance(state)
+        seen.append(weakref.ref(state.public[0]))
+    assert [ref() is not None for ref in seen] == [False] * (11 - kept) + [True] * kept
 
 
 def test_version_zero_is_copied_so_that_its_buffer_may_be_used_again() -> None:
