@@ -133,9 +133,9 @@ def model_hash(vectors: Sequence[Tensor]) -> str:
     return running.hexdigest()
 
 
-def slabs(vector: Tensor, size: int = SLAB) -> Iterator[slice]:
+def slabs(vector: Tensor) -> Iterator[slice]:
     """Slices that cover a flat vector; work on one at a time stays in the cache and in its own thread."""
-    return _slices(0, len(vector), _size(vector, size))
+    return _slices(0, len(vector), _size(vector, SLAB))
 
 
 # --- quantizing ------------------------------------------------------------------------------------------------------
