@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..common.wire import Call, Delta
+from ..common.codec import encode_delta
+from ..common.fragments import Fragment
+from ..common.wire import Call, Delta, split
+from .desk import Capture
+from .identity import Identity
+from .replica import anchor, close_holes
 
 RESEND_SECONDS = 1.0
 """An answer that the syncer does not list so long after it was sent goes out again; doubled each time."""
@@ -23,11 +28,29 @@ class Answer:
     wait_seconds: float = RESEND_SECONDS
 
 
+def encode_answer(me: Identity, fragment: Fragment, codec: str, capture: Capture) -> list[Delta]:
+    """The chunks of the delta in a capture, once its copy has arrived. Malformed ("nonfinite") if a value is not."""
+    if capture.ready is not None:
+        capture.ready.synchronize()
+    call, theta = capture.call, capture.theta[: fragment.length]
+    close_holes(fragment, theta)
+    payload = encode_delta(codec, anchor(fragment, capture.public), theta)
+    return [
+        Delta(
+            run=me.run, name=me.name, incarnation=me.incarnation, epoch=call.epoch, slot=call.slot,
+            attempt=call.attempt, fragment=call.fragment, base_version=capture.base_version,
+            tokens_from=capture.since.tokens, tokens_to=capture.until.tokens,
+            steps_from=capture.since.steps, steps_to=capture.until.steps, codec=codec, **part,
+        )
+        for part in split(payload.numpy().data)
+    ]  # fmt: skip
+
+
 class Answers:
     """Open calls under the newest epoch, and the answers that were given to them."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, me: Identity) -> None:
+        self.name = me.name
         self.calls: dict[int, Call] = {}
         """By slot."""
         self._kept: dict[int, Answer] = {}

@@ -36,8 +36,8 @@ class Account:
 class Books:
     """Counters since join, and one account a fragment. Only the training thread touches it."""
 
-    def __init__(self, name: str, incarnation: int, fragments: int) -> None:
-        self.me = (name, incarnation)
+    def __init__(self, me: tuple[str, int], fragments: int) -> None:
+        self.me = me
         self.now = Mark()
         self.accounts = [Account() for _ in range(fragments)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Capture:
 class Counters:
     """The training thread's own figures, for Alive."""
 
-    books: Mark
+    books: Mark = field(default_factory=Mark)
     step_seconds: float = 0.0
     last_step_at: float = 0.0
     inner_seconds: float = 0.0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import SettingError
+from .inventory import Optimizers, as_list
 
 SAMPLE = 1024
 """Elements of a fragment's largest tensor that the check of adoption looks at."""
@@ -92,3 +93,16 @@ class StickCheck:
 
     def _sample(self) -> Tensor:
         return self._tensor.detach().reshape(-1)[self._index].float().cpu()
+
+
+@torch.no_grad()
+def heal_moments(optimizer: Optimizers) -> int:
+    """Zero every tensor of optimizer state that is not finite: kept, it would undo a reset at once. How many."""
+    healed = 0
+    for each in as_list(optimizer):
+        for state in each.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
+                    value.zero_()
+                    healed += 1
+    return healed

@@ -172,10 +172,13 @@ def _set_master(entry: Entry, tensor: Tensor) -> None:
     entry.master = tensor
 
 
+def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+
+
 def stepped(optimizer: Optimizers) -> set[int]:
     """The ids of all tensors in the groups of an optimizer, or of several."""
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
-    return {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
+    return {id(tensor) for each in as_list(optimizer) for group in each.param_groups for tensor in group["params"]}
 
 
 def _check_stepped(entries: Sequence[Entry], optimizer: Optimizers) -> None:

@@ -18,8 +18,11 @@ from ..common.fragments import Plan
 from ..common.log import get_logger
 from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, Waker
 from ..common.wire import Plane, beat_topic, prefix
-from .conversation import Conversation, Identity, SeedSource
+from .conversation import Conversation
 from .desk import Desk
+from .identity import Identity
+from .reports import Traffic
+from .seeding import Seeding, SeedSource
 
 log = get_logger("learner")
 
@@ -44,11 +47,11 @@ class Link:
         config: LearnerConfig,
         me: Identity,
         desk: Desk,
-        seed_source: Callable[[Plan], SeedSource] | None = None,
+        source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
-        self.config, self.desk = config, desk
+        self.config, self.me, self.desk = config, me, desk
         self.address = Address.parse(config.broker)
-        self.conversation = Conversation(config, me, desk, seed_source)
+        self.conversation = Conversation(config, me, desk, Seeding(me, source))
         self._waker = Waker()
         self._wants_keyframes = True
         self._abandoned = False
@@ -124,8 +127,10 @@ class Link:
                 self._hear(down)
                 self._say(up, down)
         finally:
-            for end in (*down.values(), *up.values()):
-                end.close()
+            for downlink in down.values():
+                downlink.close()
+            for uplink in up.values():
+                uplink.close()
 
     def _subscribe(self, down: dict[Plane, Downlink]) -> None:
         run = self.config.run
@@ -154,15 +159,13 @@ class Link:
         talk, now = self.conversation, time.monotonic()
         for uplink in up.values():
             uplink.read_subscriptions()
-        due = talk.tick(
-            now,
-            control_proven=up[Plane.CONTROL].proven,
-            bulk_proven=up[Plane.BULK].proven,
+        traffic = Traffic(
             bytes_up=sum(u.bytes_sent for u in up.values()),
             bytes_down=sum(d.bytes_received for d in down.values()),
             gaps=sum(d.gaps for d in down.values()),
         )
-        for message in due:
+        proven = {"control_proven": up[Plane.CONTROL].proven, "bulk_proven": up[Plane.BULK].proven}
+        for message in talk.tick(now, **proven, traffic=traffic):
             if up[Plane.CONTROL].send(message):
                 talk.sent(message, now)
         for _ in range(SEND_BATCH):

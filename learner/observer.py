@@ -14,11 +14,12 @@ from ..common.fragments import Plan
 from ..common.wire import Beat
 from .desk import Desk
 from .discover import discover
+from .identity import default_name, identify
 from .inventory import inventory
+from .joining import await_joined
 from .link import Link
 from .pace import Progress
 from .replica import Replica
-from .session import await_joined, default_name, identify
 
 __all__ = ["Observer", "discover"]
 
@@ -52,7 +53,7 @@ class Observer:
             join_timeout_seconds=join_timeout_seconds,
         )
         self._desk = Desk()
-        self._link = Link(config, identify(config.name, entries, observer=True), self._desk)
+        self._link = Link(config, identify(config.run, config.name, entries, observer=True), self._desk)
         joined = await_joined(self._link)
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings

@@ -6,11 +6,6 @@ The training thread counts, adopts what waits and copies what is called for. It 
 from __future__ import annotations
 
 import operator
-import os
-import random
-import re
-import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,21 +13,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from ..common.config import LearnerConfig, RunSettings, TaskSettings
-from ..common.errors import DilocoError, Diverged, Orphaned, PeerLost, SettingError
-from ..common.fragments import Layout, MergeKind, Plan
+from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
+from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
 from ..common.wire import MAX_COUNT, Call
 from .books import Books, Mark
-from .conversation import HURRY_SECONDS, LEAVE_SECONDS, Identity
+from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Arrival, Boundary, Capture, Counters, Desk, Joined
-from .discover import SAY_SECONDS, discover
+from .discover import discover
 from .follower import Public
-from .health import LossWatch, StickCheck
-from .inventory import Entry, Optimizers, inventory, live_buffers, stepped
+from .health import LossWatch, StickCheck, heal_moments
+from .identity import default_name, identify
+from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
+from .joining import await_joined
 from .link import Link
 from .pace import Pace, Progress
 from .replica import Replica
@@ -45,8 +41,6 @@ FORGIVEN_AFTER_STEPS = 100
 """A learner that is not finite again within so many steps after a reset has diverged."""
 GRACE_SECONDS = 3.0
 """What closing may take beyond the waiting for answers: the sockets' linger time."""
-CALL_SECONDS = 0.2
-"""How often a waiting join looks up, so that Ctrl-C is heard."""
 
 
 def join(
@@ -93,13 +87,12 @@ def join(
         orphan_timeout_seconds=orphan_timeout_seconds,
         directory=None if directory is None else Path(directory),
     )
-    me = identify(config.name, entries, data_hash=data_hash)
-    desk = Desk()
-    link = Link(config, me, desk, lambda plan: ModelSeed(Replica(model, plan, masters)))
+    me = identify(config.run, config.name, entries, data_hash=data_hash)
+    link = Link(config, me, Desk(), lambda plan: Replica(model, plan, masters))
     joined = await_joined(link)
     replica = Replica(model, joined.plan, masters)
     try:
-        session = Session(link, me, joined, replica, optimizer)
+        session = Session(link, joined, replica, optimizer)
     except BaseException:
         link.leave("failed")
         raise
@@ -108,85 +101,22 @@ def join(
     return session
 
 
-def default_name() -> str:
-    """The machine's name, made valid, and four random characters: replicas of one image get different ones."""
-    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:32].rstrip("-")
-    return f"{host or 'learner'}-{secrets.token_hex(2)}"
-
-
-def identify(name: str, entries: list[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:
-    """How a process introduces itself; a new random incarnation each time."""
-    device = next(e.source.device for e in entries if e.kind == "trainable")
-    return Identity(
-        name=name,
-        incarnation=random.SystemRandom().randrange(1, MAX_COUNT),
-        layout=Layout(tuple(entry.spec() for entry in entries)),
-        role="observer" if observer else "learner",
-        data_hash=data_hash,
-        device=torch.cuda.get_device_name(device)[:64] if device.type == "cuda" else str(device)[:64],
-        host=re.sub(r"[^ -~]", "?", socket.gethostname())[:255],
-        pid=os.getpid(),
-        pin=device.type == "cuda" and not observer,
-    )
-
-
-def await_joined(link: Link) -> Joined:
-    """Start the link and wait until the public model is here. PeerLost if nothing moves for the join's time-out."""
-    config, desk = link.config, link.desk
-    link.start()
-    start = said_at = time.monotonic()
-    try:
-        while True:
-            joined = desk.wait_joined(CALL_SECONDS)
-            now = time.monotonic()
-            if joined is not None:
-                log.info("joined", run=config.run, learner=config.name, fragments=joined.plan.P, t=joined.t,
-                         seconds=round(now - start, 3))  # fmt: skip
-                return joined
-            if now - desk.progress_at > config.join_timeout_seconds:
-                raise PeerLost(
-                    f"{config.name} waited {config.join_timeout_seconds:g} s for {desk.waits_for} at {config.broker} "
-                    f"(run {config.run}); are the broker and the syncer running?"
-                )
-            if now - said_at >= SAY_SECONDS:
-                said_at = now
-                log.info("waiting", waits_for=desk.waits_for, address=config.broker, seconds=round(now - start))
-    except BaseException:
-        link.leave("left")
-        if not link.join_thread(HURRY_SECONDS):
-            link.abandon()
-        raise
-
-
-class ModelSeed:
-    """Version 0 out of a model that does not train yet (its thread waits in join())."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-
-    def vector(self, fragment: int) -> Tensor:
-        return self._replica.vector(self._replica.plan.fragments[fragment])
-
-    def static_bytes(self) -> bytes:
-        return self._replica.static_bytes()
-
-
 class Session:
     """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
 
-    def __init__(self, link: Link, me: Identity, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
-        self.name, self.incarnation, self.run = me.name, me.incarnation, link.config.run
+    def __init__(self, link: Link, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
+        self.name, self.incarnation, self.run = link.me.name, link.me.incarnation, link.me.run
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
         self.task: TaskSettings | None = joined.task
         self.finished = False
         """The run is over, and the model holds the final global weights."""
         self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
-        self._books = Books(me.name, me.incarnation, joined.plan.P)
+        self._books = Books(link.me.pair, joined.plan.P)
         self._losses = LossWatch()
         self._public: list[Public] = list(joined.whole)
         self._captures: dict[int, Capture] = {}
-        self._without_moments = joined.t > 0 and not any(o.state for o in optimizers(optimizer))
+        self._without_moments = joined.t > 0 and not any(o.state for o in as_list(optimizer))
         self._resetting = False
         self._reset_at: int | None = None
         self._closed = False
@@ -232,10 +162,10 @@ class Session:
             self._adopt(waits)
             if not fine and not self._resetting:
                 self._not_finite()
+            self._report()
             if not self._resetting:
                 self._answer(waits.calls)
         self._pace.leave(time.monotonic())
-        self._report()
         return not self.finished
 
     @property
@@ -453,20 +383,3 @@ def _tokens(tokens: Any, before: Mark) -> int:
     if not 0 <= count <= MAX_COUNT - before.tokens:
         raise SettingError(f"tokens must be a whole number from 0 on, below 2^53 in total, not {count}")
     return count
-
-
-def optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
-
-
-@torch.no_grad()
-def heal_moments(optimizer: Optimizers) -> int:
-    """Zero every tensor of optimizer state that is not finite: kept, it would undo a reset at once. How many."""
-    healed = 0
-    for each in optimizers(optimizer):
-        for state in each.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
-                    value.zero_()
-                    healed += 1
-    return healed

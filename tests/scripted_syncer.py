@@ -243,8 +243,10 @@ class ScriptedSyncer:
                         uplink.send(self._beat())
                 while self._outbox and (self.drops(self._outbox[0]) or up[self._outbox[0].PLANE].send(self._outbox[0])):
                     self._outbox.pop(0)
-        for end in (*up.values(), *down):
-            end.close()
+        for uplink in up.values():
+            uplink.close()
+        for downlink in down:
+            downlink.close()
 
     def _take(self, message: Message) -> None:
         self.heard.append(message)

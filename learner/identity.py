@@ -1,0 +1,71 @@
+"""Who speaks, and for which model: what every message of a learner or observer begins with."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgpack
+import torch
+
+from ..common.fragments import Layout
+from ..common.wire import MAX_COUNT, Hello
+from .inventory import Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """One membership: a name, and a random incarnation that no other process or join has."""
+
+    run: str
+    name: str
+    incarnation: int
+    layout: Layout
+    role: Literal["learner", "observer"] = "learner"
+    data_hash: str = ""
+    device: str = ""
+    host: str = ""
+    pid: int = 0
+    pin: bool = False
+    """Vectors for the training thread are laid into pinned memory."""
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        return self.name, self.incarnation
+
+    def hello(self) -> Hello:
+        """Says Hello once both uplinks are proven."""
+        return Hello(
+            run=self.run, name=self.name, incarnation=self.incarnation, role=self.role,
+            fingerprint=self.layout.fingerprint, data_hash=self.data_hash, device=self.device, host=self.host,
+            pid=self.pid, bulk_proven=True, payload=msgpack.packb(self.layout.to_wire()),
+        )  # fmt: skip
+
+
+def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:
+    """Who this process is from now on, with the model in `entries`."""
+    device = next(entry.source.device for entry in entries if entry.kind == "trainable")
+    return Identity(
+        run=run,
+        name=name,
+        incarnation=random.SystemRandom().randrange(1, MAX_COUNT),
+        layout=Layout(tuple(entry.spec() for entry in entries)),
+        role="observer" if observer else "learner",
+        data_hash=data_hash,
+        device=torch.cuda.get_device_name(device)[:64] if device.type == "cuda" else str(device)[:64],
+        host=re.sub(r"[^ -~]", "?", socket.gethostname())[:255],
+        pid=os.getpid(),
+        pin=device.type == "cuda" and not observer,
+    )
+
+
+def default_name() -> str:
+    """The machine's name, made valid, and four random characters: replicas of one image get different ones."""
+    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:32].rstrip("-")
+    return f"{host or 'learner'}-{secrets.token_hex(2)}"
