@@ -21,7 +21,7 @@ import zmq
 from ..common.config import CHUNK_BYTES, MESSAGE_BYTES, BrokerConfig
 from ..common.errors import SettingError
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, SUBSCRIBE, Address, Context, Socket, Waker, configure
+from ..common.sockets import CONTROL_MESSAGES, SUBSCRIBE, UNSUBSCRIBE, Address, Context, Socket, Waker, configure
 from ..common.wire import FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, Plane
 
 log = get_logger("broker")
@@ -93,8 +93,8 @@ class PlaneThread(threading.Thread):
     def _take_subscriptions(self) -> None:
         with contextlib.suppress(zmq.Again):  # none waits
             for _ in range(BATCH):
-                frame = self._sink.recv(zmq.NOBLOCK)
-                self.subscriptions += 1 if frame[:1] == SUBSCRIBE else -1
+                kind = self._sink.recv(zmq.NOBLOCK)[:1]
+                self.subscriptions += (kind == SUBSCRIBE) - (kind == UNSUBSCRIBE)
 
     def _forward_some(self) -> None:
         """Forward what waits, BATCH messages at most. Every line of it is paid a thousand times a second."""

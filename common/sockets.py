@@ -193,8 +193,8 @@ class Uplink:
     def send(self, message: Message) -> bool:
         """Number and send `message`; False, and nothing was sent, where no broker listens or the water mark is reached.
 
-        After False try again at a later turn of the loop: there is no event to poll for. Payloads are copied, so that
-        whoever owns the buffer may write to it at once. SettingError for a message that no socket would take.
+        After False try again at a later turn of the loop: there is no event to poll for. What was sent stays as it
+        was: a payload in a buffer that could be written to is copied. SettingError for what no socket would take.
         """
         self.read_subscriptions()
         if not self.proven:
@@ -206,7 +206,7 @@ class Uplink:
         if size > MESSAGE_BYTES:
             raise SettingError(f"a {message.KIND} of {size} bytes cannot be sent: {MESSAGE_BYTES} are the most")
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_immutable(frames[-1]))
         except zmq.Again:
             return False
         self._numbers[message.KIND] = message.sequence
@@ -216,6 +216,11 @@ class Uplink:
     def close(self) -> None:
         """Give the socket up; what was sent still goes out for LINGER_SECONDS while the context is closed."""
         self.socket.close()
+
+
+def is_immutable(buffer: bytes | memoryview) -> bool:
+    """Nobody can ever change it: `bytes`, or a view of some. A read-only view of anything else can change below."""
+    return isinstance(buffer.obj if isinstance(buffer, memoryview) else buffer, bytes)
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------

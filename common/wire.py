@@ -484,6 +484,9 @@ def _unpack(frame: bytes | memoryview) -> dict[str, Any]:
 
     size = len(frame)
     try:
+        scan = msgpack.Unpacker(read_size=max(1, size), max_buffer_size=max(1, size))
+        scan.feed(frame)
+        scan.skip()  # allocates nothing: room that is declared and not there fails here, before anybody makes it
         rows = msgpack.unpackb(
             frame, raw=False, strict_map_key=True, object_pairs_hook=unique, max_ext_len=0,
             max_str_len=size, max_bin_len=0, max_array_len=min(size, MAX_FRAGMENTS), max_map_len=min(size, 256),

@@ -1,0 +1,117 @@
+"""Our broker beside zmq.proxy: how many messages a second each passes on, and what one costs in processor time.
+
+    .venv/bin/python benchmarks/broker.py [--seconds 10]
+
+Both run with the same socket options in a process of their own, in turns, so that a busy machine disturbs both alike;
+one publisher and one receiver keep a fixed number of messages in flight. A ratio of 1 is as fast as zmq.proxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+
+import zmq
+
+from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.common.config import BrokerConfig
+from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure, free_ports
+from decoupled_diloco.common.wire import Update, encode, split
+
+QUEUE_MESSAGES = 256
+ROUNDS = 4
+SIZES = {"1 MiB": 2**20, "200 B": 200}
+IN_FLIGHT = {"1 MiB": 16, "200 B": 128}
+
+
+def run_proxy(port: int) -> None:
+    address = Address("127.0.0.1", port)
+    context: Context = zmq.Context()
+    source, sink = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
+    for socket, endpoint in ((source, address.bulk_in), (sink, address.bulk_out)):
+        configure(socket, hwm_messages=QUEUE_MESSAGES)
+        socket.bind(endpoint)
+    zmq.proxy(source, sink)
+
+
+def run_ours(port: int) -> None:
+    broker = Broker(BrokerConfig(port=port, queue_mib=QUEUE_MESSAGES))
+    broker.start()
+    broker.join()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, in steps of 10 ms."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / 100
+
+
+def pump(up: Socket, down: Socket, frames: list[bytes | memoryview], in_flight: int, seconds: float) -> int:
+    """Messages that went through in `seconds`."""
+    sent = got = 0
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        while sent - got < in_flight:
+            up.send_multipart(frames, copy=False)
+            sent += 1
+        while down.poll(0 if got else 1000):
+            down.recv_multipart(copy=False)
+            got += 1
+    while got < sent:
+        down.recv_multipart(copy=False)
+        got += 1
+    return got
+
+
+def measure(run: object, size: str, seconds: float) -> tuple[float, float]:
+    """Messages a second, and microseconds of the broker's processor time for each."""
+    port = free_ports()
+    child = multiprocessing.get_context("spawn").Process(target=run, args=(port,), daemon=True)  # type: ignore[arg-type]
+    child.start()
+    assert child.pid
+    context: Context = zmq.Context()
+    address = Address("127.0.0.1", port)
+    down = Downlink(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES)
+    up = Uplink(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES)
+    try:
+        down.subscribe(b"")  # zmq.proxy hands on what receivers subscribe to; an uplink is proven by "everything" only
+        message = Update(
+            run="run", epoch=1, slot=1, t=1, fragment=3, version=2, base_version=1, codec="int4", digest="0" * 64,
+            **split(bytes(SIZES[size]))[0],
+        )  # fmt: skip
+        while not (up.socket.poll(1000) or up.proven):
+            pass
+        while not up.send(message) or not down.socket.poll(100):
+            pass
+        while down.socket.poll(100):
+            down.receive()
+        began, cpu = time.perf_counter(), cpu_seconds(child.pid)
+        count = pump(up.socket, down.socket, encode(message), IN_FLIGHT[size], seconds)
+        return count / (time.perf_counter() - began), 1e6 * (cpu_seconds(child.pid) - cpu) / count
+    finally:
+        child.kill()
+        child.join()
+        up.close()
+        down.close()
+        context.term()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of measuring, all together (default: 10)")
+    each = parser.parse_args().seconds / (len(SIZES) * 2 * ROUNDS)
+    for size, octets in SIZES.items():
+        rows = [(measure(run_ours, size, each), measure(run_proxy, size, each)) for _ in range(ROUNDS)]
+        ours, proxy = (statistics.median(row[i][0] for row in rows) for i in (0, 1))
+        cpu_ours, cpu_proxy = (statistics.median(row[i][1] for row in rows) for i in (0, 1))
+        print(
+            f"{size:>6}: ours {ours:8.0f} messages/s ({ours * octets / 2**20:5.0f} MiB/s, {cpu_ours:4.0f} us of CPU each)   "
+            f"zmq.proxy {proxy:8.0f} ({proxy * octets / 2**20:5.0f} MiB/s, {cpu_proxy:4.0f} us)   ratio {ours / proxy:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
