@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from ..common.config import LearnerConfig, RunSettings, TaskSettings
-from ..common.errors import SettingError
 from ..common.log import get_logger
-from ..common.wire import Beat
 from .discover import discover
 from .loop import make_optimizer, train
+from .process import Leave, check_device, task_of
 from .session import Session, join
 from .text import Batches, Corpus, batches, load_corpus
 from .transformer import Transformer
 
 log = get_logger("learner")
-
-
-class Leave:
-    """The wish to stop, as SIGTERM and SIGINT bring it: at once while nothing has begun, else at a step boundary."""
-
-    def __init__(self) -> None:
-        self.wished = threading.Event()
-        self.at_once = True
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self)
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        self.wished.set()
-        signal.signal(number, signal.SIG_DFL)  # the second one does not ask
-        if self.at_once:
-            raise KeyboardInterrupt
 
 
 def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu", threads: int = 1) -> int:
@@ -75,23 +55,3 @@ def stream_of(session: Session, corpus: Corpus, task: TaskSettings, seed: int) -
         corpus.train, task.batch_sequences, task.sequence_length,
         seed=seed, name=session.name, incarnation=session.incarnation,
     )  # fmt: skip
-
-
-def task_of(beat: Beat) -> TaskSettings:
-    """What the run trains; SettingError where its learners bring a model of their own."""
-    if not beat.task:
-        raise SettingError(
-            f"run {beat.run} trains a model that its learners bring; join it from your own script with "
-            "decoupled_diloco.join()"
-        )
-    return TaskSettings.from_map(beat.task)
-
-
-def check_device(device: str) -> torch.device:
-    """The device called `device`; SettingError if this machine or this torch does not have it."""
-    try:
-        place = torch.device(device)
-        torch.empty(1, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as wrong:
-        raise SettingError(f"--device {device} cannot be used here: {str(wrong).splitlines()[0]}") from wrong
-    return place
