@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import redis
 from structlog.typing import FilteringBoundLogger
 
 from .config import BEAT_SECONDS
@@ -118,7 +117,6 @@ class _Session:
     def __init__(self, url: str, keys: Keys) -> None:
         self._url, self._keys = url, keys
         self._client: Any = None
-        self._identity: dict[str, str] | None = None
         self._told = _Told()
         self._unsure: tuple[Row, ...] = ()
 
@@ -126,16 +124,13 @@ class _Session:
         """After it there is a connection whose store has answered. Returns the events of a write that broke off, if
         they did not arrive.
 
-        A frozen store that thaws still executes what an abandoned connection holds; that connection is closed first,
-        so that no older figures come after newer ones and no event is written twice.
+        A frozen store that thaws still executes what an abandoned connection holds. It does so before it answers this
+        ping, so that no older figures come after newer ones, and the newest event tells whether that write was whole.
         """
         if self._client is not None:
             return ()
         self._client = connect(self._url)
         self._client.ping()
-        before, self._identity = self._identity, self._who_am_i()
-        if before is not None:
-            self._kill(before)
         unsure = self._unsure
         if unsure:
             newest = self._client.xrevrange(self._keys.events, count=1)
@@ -197,16 +192,3 @@ class _Session:
             told[key] = had | names
         self._told.events.extend(batch.events)
         return vanished
-
-    def _who_am_i(self) -> dict[str, str] | None:
-        try:
-            row = self._client.client_info()
-            return {"id": str(row["id"]), "addr": str(row["addr"])}
-        except (redis.ResponseError, KeyError):
-            return None  # before Redis 6.2, or not allowed: then the rare double remains
-
-    def _kill(self, abandoned: dict[str, str]) -> None:
-        try:
-            self._client.client_kill_filter(_id=abandoned["id"], addr=abandoned["addr"])
-        except redis.ResponseError:
-            return  # not allowed, or it has ended by itself

@@ -83,21 +83,21 @@ def test_a_free_port_that_somebody_takes_first_is_exchanged(tmp_path: Path, monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
-def test_it_dies_with_a_parent_that_is_killed_even_while_frozen(tmp_path: Path) -> None:
-    for frozen in (False, True):
-        holder = subprocess.Popen(
-            [sys.executable, "-P", "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        with holder.stdin, holder.stdout:
-            pid = int(holder.stdout.readline().split()[0])
-            assert alive(pid)
-            if frozen:
-                os.kill(pid, signal.SIGSTOP)
-            holder.kill()
-            holder.wait()
-        wait_for(lambda pid=pid: not alive(pid), "the store of a killed parent is gone")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_it_dies_with_a_parent_that_is_killed_even_while_frozen(tmp_path: Path, frozen: bool) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-P", "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder.stdin, holder.stdout:
+        pid = int(holder.stdout.readline().split()[0])
+        assert alive(pid)
+        if frozen:
+            os.kill(pid, signal.SIGSTOP)
+        holder.kill()
+        holder.wait()
+    wait_for(lambda: not alive(pid), "the store of a killed parent is gone")
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
