@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from decoupled_diloco.common.codec import encode_delta
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.fragments import Fragment, Layout, Plan, TensorSpec, balanced_plan
+from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.state import GlobalState, cast_through
 from torch import Tensor
 
@@ -66,3 +70,13 @@ def advance(state: GlobalState, rounds: int = 1, seed: int = 0) -> None:
     for _ in range(rounds):
         for fragment in range(state.plan.P):
             state.merge(fragment, [delta(state, fragment, generator) for _ in range(2)], [1.0, 3.0])
+
+
+@contextmanager
+def seeded(directory: Path) -> Iterator[Checkpoints]:
+    """A locked directory with version 0 in it."""
+    store = Checkpoints(directory)
+    store.lock()
+    store.write_version_zero(LAYOUT, PLAN, settings(), vectors(), STATIC)
+    yield store
+    store.unlock()
