@@ -167,7 +167,7 @@ class TaskSettings(FromMap):
     """Bytes that one sequence predicts."""
     batch_sequences: int = 8
     """Sequences in one inner step of one learner."""
-    inner_lr: float = 3e-3
+    inner_lr: float = 1.5e-3
     """Peak learning rate of the inner AdamW; warm-up and decay follow the global step."""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ log = get_logger("report")
 
 EVALUATIONS = "evaluations.jsonl"
 TEXT = "text.json"
-COLUMNS = ("seconds", "t", "part", "size", "val_loss", "tokens_merged", "cpu_seconds")
+COLUMNS = ("seconds", "t", "part", "size", "val_loss", "cpu_seconds")
 REPORTED_PART = "B"
 """The held-out part that stands in summaries. The other, A, is there to choose settings by."""
 LINE, MARK = "#1f5fa8", "#8a8a8a"
@@ -42,7 +42,6 @@ class Evaluation:
     """small: every few seconds on a few windows. full: at version 0 and at the end."""
     val_loss: float
     """Nats per byte."""
-    tokens_merged: int | None = None
     cpu_seconds: float = 0.0
     """What this evaluation cost."""
 
@@ -94,7 +93,7 @@ def write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
         table = csv.writer(file)
         table.writerow(COLUMNS)
         for e in evaluations:
-            table.writerow(["" if getattr(e, name) is None else getattr(e, name) for name in COLUMNS])
+            table.writerow([getattr(e, name) for name in COLUMNS])
     aside.replace(path)
     return path
 

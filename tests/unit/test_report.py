@@ -38,7 +38,6 @@ def test_the_report_is_a_table_with_a_row_an_evaluation_and_a_picture(folder: Pa
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["val_loss"]) for row in rows] == [row["val_loss"] for row in ROWS]
-    assert [row["tokens_merged"] for row in rows] == [""] * len(ROWS)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in folder.iterdir()) == [
         "evaluations.jsonl", "loss.png", "metrics.csv", "text.json",
@@ -53,7 +52,7 @@ def test_a_report_can_be_made_of_a_single_evaluation_and_without_baselines(folde
 
 def test_a_run_that_was_never_judged_has_an_empty_table_and_no_picture(tmp_path: Path) -> None:
     assert [path.name for path in write_report(tmp_path)] == ["metrics.csv"]
-    assert (tmp_path / "metrics.csv").read_text().strip() == "seconds,t,part,size,val_loss,tokens_merged,cpu_seconds"
+    assert (tmp_path / "metrics.csv").read_text().strip() == "seconds,t,part,size,val_loss,cpu_seconds"
     assert first_and_last_loss(read_evaluations(tmp_path)) is None
 
 
