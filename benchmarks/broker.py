@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import zmq
-
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure, free_ports
@@ -71,7 +70,7 @@ def measure(run: object, size: str, seconds: float) -> tuple[float, float]:
     port = free_ports()
     child = multiprocessing.get_context("spawn").Process(target=run, args=(port,), daemon=True)  # type: ignore[arg-type]
     child.start()
-    assert child.pid
+    pid = child.pid or 0
     context: Context = zmq.Context()
     address = Address("127.0.0.1", port)
     down = Downlink(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES)
@@ -88,9 +87,9 @@ def measure(run: object, size: str, seconds: float) -> tuple[float, float]:
             pass
         while down.socket.poll(100):
             down.receive()
-        began, cpu = time.perf_counter(), cpu_seconds(child.pid)
+        began, cpu = time.perf_counter(), cpu_seconds(pid)
         count = pump(up.socket, down.socket, encode(message), IN_FLIGHT[size], seconds)
-        return count / (time.perf_counter() - began), 1e6 * (cpu_seconds(child.pid) - cpu) / count
+        return count / (time.perf_counter() - began), 1e6 * (cpu_seconds(pid) - cpu) / count
     finally:
         child.kill()
         child.join()
@@ -105,12 +104,15 @@ def main() -> None:
     each = parser.parse_args().seconds / (len(SIZES) * 2 * ROUNDS)
     for size, octets in SIZES.items():
         rows = [(measure(run_ours, size, each), measure(run_proxy, size, each)) for _ in range(ROUNDS)]
-        ours, proxy = (statistics.median(row[i][0] for row in rows) for i in (0, 1))
-        cpu_ours, cpu_proxy = (statistics.median(row[i][1] for row in rows) for i in (0, 1))
-        print(
-            f"{size:>6}: ours {ours:8.0f} messages/s ({ours * octets / 2**20:5.0f} MiB/s, {cpu_ours:4.0f} us of CPU each)   "
-            f"zmq.proxy {proxy:8.0f} ({proxy * octets / 2**20:5.0f} MiB/s, {cpu_proxy:4.0f} us)   ratio {ours / proxy:.2f}"
-        )
+        print(f"{size}, median of {ROUNDS} turns of {each:.2g} s")
+        speeds = []
+        for name, i in (("ours", 0), ("zmq.proxy", 1)):
+            speed, cpu = (statistics.median(row[i][figure] for row in rows) for figure in (0, 1))
+            speeds.append(speed)
+            print(
+                f"  {name:>9}: {speed:8.0f} messages/s  {speed * octets / 2**20:6.0f} MiB/s  {cpu:5.0f} us of CPU each"
+            )
+        print(f"  ratio of the speeds: {speeds[0] / speeds[1]:.2f}")
 
 
 if __name__ == "__main__":
