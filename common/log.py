@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,10 +139,12 @@ def _complete(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMa
 
 def _plain(value: Any) -> Any:
     """`value` in terms of JSON; anything else as its text, and so are nan and infinity, which JSON does not have."""
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -23,7 +23,8 @@ __all__ = ["Keys", "Registry", "check_connection", "list_runs", "read_status", "
 
 _WHOLE = re.compile(r"-?\d{1,19}")
 _REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
-_TEXTS = ("host", "device", "state", "kind", "learner", "reason", "contributors", "incarnation")
+_COUNTER = re.compile(r"\d{1,16}")
+_TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash")
 """Fields that stay text although one may look like a number."""
 _FRAGMENTS_AT_ONCE = 256
 
@@ -100,8 +101,11 @@ class Registry:
         """Its hash and its place in the set go; a later publish_learner begins anew."""
         self._board.forget(name, self._keys.learner(name))
 
-    def event(self, kind: str, **fields: Value) -> None:
-        """One entry of the stream, with `at` and `kind` added. While the store is away the newest thousand are kept."""
+    def event(self, kind: str, /, **fields: Value) -> None:
+        """One entry of the stream: `at`, the fields, and `kind` (a field of that name gives way).
+
+        While the store is away the newest thousand are kept.
+        """
         self._board.add_event(kind, fields)
 
     def write_epoch(self, epoch: int) -> None:
@@ -113,9 +117,9 @@ class Registry:
         return _count(self._read(lambda client: client.get(self._keys.epoch)))
 
     def stored_versions(self) -> dict[int, int]:
-        """Fragment -> version, as far as the store knows one above 0; empty if it does not answer within a second."""
+        """Fragment -> version, as far as the store knows them; empty if it does not answer within a second."""
         rows = self._read(lambda client: _read_fragments(client, self._keys)) or {}
-        return {fragment: version for fragment, row in rows.items() if (version := _count(row.get("version")))}
+        return {p: _count(row["version"]) for p, row in rows.items() if _COUNTER.fullmatch(row.get("version", ""))}
 
     def close(self) -> None:
         """Writes what is left; waits 3 s for that at most."""
@@ -139,8 +143,8 @@ def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
     """What the store shows of `run`: {"run": {field: value}, "epoch": int, "learners": {name: {"last_seen": float,
     field: value}}, "fragments": {p: {field: value}}, "events": [{"at", "kind", field: value}], oldest first}.
 
-    Numbers are numbers again. All is empty for a run that the store does not know. PeerLost or SettingError where the
-    store does not answer.
+    Numbers are numbers again, what is unknown is None. All is empty for a run that the store does not know. PeerLost or
+    SettingError where the store does not answer.
     """
     keys, client = Keys(run), connect(url)
     try:
@@ -197,7 +201,10 @@ def _values(row: dict[str, str]) -> dict[str, Any]:
     return {name: text if name in _TEXTS else _value(text) for name, text in row.items()}
 
 
-def _value(text: str) -> int | float | str:
+def _value(text: str) -> int | float | str | None:
+    """What stood there before it was made text; None for what was unknown or not finite."""
+    if not text:
+        return None
     if _WHOLE.fullmatch(text):
         return int(text)
     return float(text) if _REAL.fullmatch(text) else text
@@ -205,4 +212,4 @@ def _value(text: str) -> int | float | str:
 
 def _count(text: str | None) -> int:
     """A counter as stored; 0 if there is none or somebody wrote something else there."""
-    return int(text) if text is not None and re.fullmatch(r"\d{1,16}", text) else 0
+    return int(text) if text is not None and _COUNTER.fullmatch(text) else 0

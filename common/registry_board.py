@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from .log import printable
 
@@ -15,23 +16,24 @@ WAITING_EVENTS = 1_000
 """So many events wait for a store that is away; the newest stay."""
 TEXT_CHARACTERS = 1_000
 
-Value = str | int | float | bool | Sequence[str | int] | None
+Value = object
+"""Text, a number, a flag, None, or a list of them; anything else is shown as its text, but never bytes."""
 Row = Mapping[str, str]
 
 
 def _text(value: Value) -> str:
     """One line of plain text: flags are 0 or 1, lists are parted by blanks, None and what is not finite are empty."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+    if value is None:
         return ""
-    if isinstance(value, bool | int):
+    if isinstance(value, bool | Integral):
         return str(int(value))
-    if isinstance(value, float):
-        return format(value, ".13g")  # unix seconds keep their milliseconds
-    if isinstance(value, str):
-        return printable(value[:TEXT_CHARACTERS])
+    if isinstance(value, Real):
+        return format(float(value), ".13g") if math.isfinite(value) else ""  # unix seconds keep their milliseconds
     if isinstance(value, list | tuple):
-        return " ".join(_text(inner) for inner in value)[:TEXT_CHARACTERS]
-    raise TypeError(f"a registry's value is text, a number or a list of them, not {type(value).__name__}")
+        return " ".join(_text(inner) for inner in value[:TEXT_CHARACTERS])[:TEXT_CHARACTERS]
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise TypeError("a registry's value is text or a number, not bytes")
+    return printable(str(value)[:TEXT_CHARACTERS])
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,12 @@ def test_what_a_monitor_reads_is_what_was_published(full_house: House) -> None:
 
 
 def test_values_are_one_line_and_finite(house: House) -> None:
-    house.registry.publish_learner("a", 1.0, loss=float("nan"), host="x\ny\x1b[2J", step_seconds=None, live=True)
+    host = "x\ny\x1b[2J"
+    house.registry.publish_learner("a", 1.0, loss=float("nan"), host=host, step_seconds=None, live=True, at=Path("x y"))
     wait_for(lambda: house.client.exists(KEYS.learner("a")), "the learner is written")
     row = house.client.hgetall(KEYS.learner("a"))
-    assert row == {"loss": "", "host": r"x\ny\x1b[2J", "step_seconds": "", "live": "1"}
+    assert row == {"loss": "", "host": r"x\ny\x1b[2J", "step_seconds": "", "live": "1", "at": "x y"}
+    assert read_status(house.store.url, "run")["learners"]["a"]["loss"] is None
     with pytest.raises(TypeError, match="not bytes"):
         house.registry.publish_run(packed=b"\x00")
 
@@ -305,7 +307,7 @@ def test_the_stream_is_capped(house: House) -> None:
     for _ in range(STREAM_EVENTS + 2_000):
         pipe.xadd(KEYS.events, {"kind": "old"})
     pipe.execute()
-    house.registry.event("joined")
+    house.registry.event("joined", kind="?")
     wait_for(lambda: house.client.xrevrange(KEYS.events, count=1)[0][1]["kind"] == "joined", "the event is written")
     assert house.client.xlen(KEYS.events) < STREAM_EVENTS + 1_000
 
@@ -324,9 +326,10 @@ def test_a_key_of_another_type_is_told_and_the_rest_goes_on(full_house: House) -
 def test_garbage_in_the_store_counts_as_nothing(house: House) -> None:
     house.client.set(KEYS.epoch, b"\xff\xfe")
     house.client.hset(KEYS.fragment(300), mapping={"version": "-3", "other": b"\xff"})
+    house.client.hset(KEYS.fragment(0), "version", "0")
     house.client.hset(KEYS.fragment(1), "version", "12")
     assert house.registry.stored_epoch() == 0
-    assert house.registry.stored_versions() == {1: 12}
+    assert house.registry.stored_versions() == {0: 0, 1: 12}
 
 
 def test_without_a_url_every_method_does_nothing() -> None:

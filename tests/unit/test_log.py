@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from decoupled_diloco.common import log as log_module
 from decoupled_diloco.common.errors import SettingError
@@ -43,7 +44,8 @@ def test_an_event_is_one_json_line_with_its_own_fields_first(tmp_path: Path) -> 
     configure("syncer", json_file=file, terminal=False)
     get_logger("syncer").info("delta_taken", fragment=3, learner="a", seconds=0.018)
     get_logger("registry").warning("registry_lost", level="mine", loss=float("nan"), at=Path("x"), names=("a", "b"))
-    first, second = events(file)
+    get_logger("syncer").info("norms", norm=np.float32(1.5), count=np.int64(3), bad=np.float32("inf"))
+    first, second, third = events(file)
     assert list(first)[:4] == ["ts", "level", "process", "event"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("ts"))
     assert first == {
@@ -54,6 +56,7 @@ def test_an_event_is_one_json_line_with_its_own_fields_first(tmp_path: Path) -> 
         "learner": "a",
         "seconds": 0.018,
     }
+    assert (third["norm"], third["count"], third["bad"]) == (1.5, 3, "inf")
     assert second["part"] == "registry"
     assert second["level"] == "warning"
     assert second["level_"] == "mine"
