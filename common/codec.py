@@ -44,7 +44,7 @@ SCALE_LIMIT = 2.0**120
 SLAB = 2**15
 """Elements per operation on a CPU: they fit the second-level cache, and torch does not spread fewer than 2^15 + 1 over
 a pool of threads (a link's thread must not fight with the training thread for all cores)."""
-BAND = 2**18
+BAND = 2**19
 """Elements whose scales are computed together on a CPU, so that operations on scales do not cost more than the rest."""
 DEVICE_SLAB = 2**26
 """Both of these on an accelerator, where only the size of temporaries matters."""

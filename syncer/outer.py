@@ -20,10 +20,10 @@ def outer_step(start: Tensor, delta: Tensor, momentum: Tensor | None, lr: float,
         raise ValueError(f"outer momentum {mu} needs a momentum vector")
     target = torch.empty_like(start, dtype=torch.float32)
     for part in slabs(start):
-        step = delta[part]
+        step, begin = delta[part], start[part].to(delta.dtype)
         if momentum is not None:
-            velocity = momentum[part].to(delta.dtype).mul(mu).add_(step)
-            momentum[part] = velocity
+            velocity = momentum[part].to(delta.dtype).mul_(mu).add_(step)  # in place where the dtypes are one
+            momentum[part].copy_(velocity)
             step = step.add(velocity, alpha=mu)
-        target[part] = start[part].to(delta.dtype).sub(step, alpha=lr)
+        target[part] = begin.sub(step, alpha=lr)
     return target
