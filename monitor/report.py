@@ -131,7 +131,8 @@ def _draw_marks(axes: Axes, baselines: dict[str, float], last_step: int) -> None
         axes.axhline(nats, color=MARK, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
             f"{name} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
-            ha="right", va="bottom", fontsize=9, color="#5a5a5a",
+            ha="right", va="bottom", fontsize=9, color="#5a5a5a", zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
 
 
@@ -139,7 +140,8 @@ def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
     """The loss as a line with a dot for each evaluation; the full ones are larger, the last one's value is written."""
     if not evaluations:
         return
-    axes.plot([e.t for e in evaluations], [e.val_loss for e in evaluations], color=LINE, linewidth=2, zorder=3)
+    for stretch in _stretches(evaluations):
+        axes.plot([e.t for e in stretch], [e.val_loss for e in stretch], color=LINE, linewidth=2, zorder=3)
     for size, area in (("small", 14), ("full", 48)):
         dots = [e for e in evaluations if e.size == size]
         axes.scatter([e.t for e in dots], [e.val_loss for e in dots], s=area, color=LINE, zorder=4)
@@ -148,3 +150,13 @@ def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
         f"{last.val_loss:.2f}", (last.t, last.val_loss), xytext=(0, -9), textcoords="offset points",
         ha="right", va="top", fontsize=12, fontweight="bold", color=LINE,
     )  # fmt: skip
+
+
+def _stretches(evaluations: Sequence[Evaluation]) -> list[list[Evaluation]]:
+    """The evaluations in pieces without a step back: a run that goes on from a checkpoint begins a new piece."""
+    pieces: list[list[Evaluation]] = []
+    for e in evaluations:
+        if not pieces or e.t < pieces[-1][-1].t:
+            pieces.append([])
+        pieces[-1].append(e)
+    return pieces
