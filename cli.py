@@ -122,7 +122,7 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 def learner(context: click.Context, /, **given: Any) -> int:
     """Join a run, train the built-in language model, and leave by Ctrl-C whenever you like."""
     from .learner.__main__ import main as run_learner
-    from .learner.session import default_name
+    from .learner.identity import default_name
 
     config = made_of(LearnerConfig, given | {"name": given["name"] or default_name()})
     _log(context, config.name)

@@ -24,8 +24,8 @@ FALSE_STARTS = 5
 evaluator: nobody waits for it.)"""
 ENDS_THE_RUN = {2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written"}
 """Exit codes of the syncer after which starting it again helps nobody."""
-SYNCER_STOPS_SECONDS, LEARNERS_STOP_SECONDS, REST_STOPS_SECONDS = 6.5, 8.5, 9.5
-"""After a wish to stop, counted from the wish: who must have ended by when."""
+SYNCER_STOPS_SECONDS, LEARNERS_STOP_SECONDS, REST_STOPS_SECONDS = 6.0, 2.0, 1.0
+"""After a wish to stop, one after the other: how long each may take. Learners have nothing to save."""
 LEARNERS_FINISH_SECONDS, EVALUATOR_FINISHES_SECONDS = 20.0, 120.0
 """After the syncer finished: how long the others may take for their own ends."""
 
@@ -166,11 +166,11 @@ class House:
         for exit_ in self.family.look(time.monotonic()):
             if exit_.code != 0:
                 self._take(exit_, merged=True)
-        self._stop_all(time.monotonic() - SYNCER_STOPS_SECONDS)
+        self._stop_all()
 
     def stop(self) -> None:
         """The syncer finishes its round, saves and ends; then the learners; then the rest, all within 10 s."""
-        self._stop_all(time.monotonic())
+        self._stop_all()
 
     def check_saved(self) -> None:
         """SaveFailed if the syncer ended by our wish, and not well."""
@@ -182,14 +182,14 @@ class House:
                 f"{how}; the run goes on from its last checkpoint by `diloco up --resume {self.folder.name}`"
             )
 
-    def _stop_all(self, began: float) -> None:
+    def _stop_all(self) -> None:
         self._leave_the_dead()
         groups: list[tuple[Collection[str], float]] = [
             (["syncer"], SYNCER_STOPS_SECONDS),
             ([*self.learners, "evaluator"], LEARNERS_STOP_SECONDS),
             (["broker", "store"], REST_STOPS_SECONDS),
         ]
-        killed = [name for names, seconds in groups for name in self.family.stop(names, began + seconds)]
+        killed = [name for names, seconds in groups for name in self.family.stop(names, time.monotonic() + seconds)]
         if killed:
             log.warning("processes_killed", names=killed)
         self.tell()

@@ -66,12 +66,12 @@ def write_pictures(folder: RunFolder) -> list[Path]:
 
 
 def export_model(folder: RunFolder, to: Path | None = None) -> Path:
-    """The global model as safetensors: of a run that is up, its newest checkpoint. SettingError if there is none."""
+    """The global model as safetensors; of a run that is up, its newest checkpoint. SettingError if there is none."""
     from ..syncer.checkpoint import Checkpoints
     from ..syncer.export import save_model
 
     target = to or folder.model
-    if folder.model.exists() and not folder.is_up():
+    if folder.model.exists() and folder.summary():
         if target != folder.model:
             try:
                 shutil.copyfile(folder.model, target)
@@ -89,6 +89,7 @@ def sample_text(folder: RunFolder, prompt: str, length: int, seed: int = 0) -> s
     """`prompt` and `length` bytes that the run's global model writes after it."""
     if length < 0:
         raise SettingError(f"--bytes must be 0 or more, not {length}")
+    import torch
     from safetensors.torch import load_file
 
     from ..learner.transformer import Transformer, sample
@@ -98,6 +99,7 @@ def sample_text(folder: RunFolder, prompt: str, length: int, seed: int = 0) -> s
         raise SettingError(
             f"{folder.name} trains a model that its learners brought; `diloco export` writes it to a file"
         )
+    torch.set_num_threads(1)  # steps of one byte are too small to share
     model = Transformer(task, folder.setup().settings.seed)
     model.load_state_dict(load_file(_current_model(folder)))
     first = prompt.encode("utf-8", "surrogateescape")
@@ -105,7 +107,7 @@ def sample_text(folder: RunFolder, prompt: str, length: int, seed: int = 0) -> s
 
 
 def _current_model(folder: RunFolder) -> Path:
-    if folder.model.exists() and not folder.is_up():
+    if folder.model.exists() and folder.summary():
         return folder.model
     return export_model(folder, folder.path / "model-now.safetensors")
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..common.errors import DilocoError, SettingError
 from ..common.registry import list_runs, read_status
 from .folder import RunFolder, all_runs, find
-from .outcome import outcome
+from .outcome import REPORTED_PART, outcome
 
 RATE_SECONDS = 15.0
 """Tokens a second and the time left are means over so long."""
@@ -48,8 +48,9 @@ class Now:
 
     @property
     def val_loss(self) -> float | None:
-        """Nats per byte of the newest evaluation, small or full."""
-        return self.evaluations[-1]["val_loss"] if self.evaluations else None
+        """Nats per byte of the newest evaluation, small or full, on the part that is for reporting."""
+        judged = [row for row in self.evaluations if row.get("part") == REPORTED_PART]
+        return judged[-1]["val_loss"] if judged else None
 
     def figures(self) -> dict[str, Any]:
         """What `diloco status --json` tells: the keys of `diloco up --json`, the state, and process ids."""

@@ -117,7 +117,7 @@ def picture(now: Now) -> RenderableType:
         ProgressBar(total=max(1, now.steps), completed=now.t, width=30),
         f"step {now.t}/{now.steps or '?'}",
         Text(now.state, "cyan"),
-        f"{duration(now.seconds_left)} left",
+        "" if now.state in OVER else f"{duration(now.seconds_left)} left",
     )
     row = Text.assemble(
         "validation loss ", (_number(now.val_loss, ".3f"), "bold green"), " nats/byte",
@@ -125,7 +125,7 @@ def picture(now: Now) -> RenderableType:
         "   up ", (size(figures.get("bytes_up")), "bold"), "   down ", (size(figures.get("bytes_down")), "bold"),
         "   merges ", (str(figures.get("merges", 0)), "bold"), "   faults ", (str(now.faults), "bold"),
     )  # fmt: skip
-    below = figures.get("quorum_state", "met")
+    below = "met" if now.state in OVER else figures.get("quorum_state", "met")
     warnings = [Text(text, "yellow") for text in (now.trouble, "" if below == "met" else f"quorum: {below}") if text]
     return Group(bar, row, *warnings, _learners(now))
 
