@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -482,6 +483,27 @@ def test_a_user_who_may_not_write_is_told(guarded: EmbeddedStore) -> None:
     registry.close()
     assert "may not" in lines[0]["reason"]
     assert not registry.healthy
+
+
+def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text(encoding="utf-8")
+    (rights, keys) = re.findall(r"A user needs `([^`]*)` and the keys `([^`]*)`", page)[0]
+    admin: Any = redis.Redis(port=guarded.port, password=SECRET)
+    admin.execute_command("ACL", "SETUSER", "clerk", "on", *rights.split(), keys, ">p")
+    admin.close()
+    url, lines = f"redis://clerk:p@127.0.0.1:{guarded.port}/5", list[dict[str, Any]]()
+    check_connection(url)
+    registry = Registry(url, "run", logger_into(lines))
+    registry.publish_run(step=1)
+    registry.publish_learner("a", 1.0, loss=1.0)
+    registry.forget_learner("b")
+    registry.event("joined")
+    registry.write_epoch(2)
+    registry.close()
+    assert lines == []
+    assert registry.stored_epoch() == 2
+    assert list_runs(url) == ["run"]
+    assert read_status(url, "run")["learners"]["a"]["loss"] == 1
 
 
 def test_a_full_store_is_told(house: House) -> None:
