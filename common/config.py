@@ -224,6 +224,10 @@ class SyncerConfig:
     """A safetensors file that version 0 comes from, instead of from the first learner."""
     data_hash: str = ""
     """sha256 of the run's text; compared with what each learner says."""
+    listen_seconds: float = 3.0
+    """How long it hears the wire for other syncers and higher versions before it takes an epoch."""
+    stop_seconds: float = 4.0
+    """How long a stop waits for open rounds."""
     drain_seconds: float = 30.0
     """How long the end of a run waits for answers, and again for acknowledgements."""
 

@@ -29,7 +29,7 @@ def main(config: SyncerConfig) -> None:
     teller = Teller(Registry(config.redis, run, log), log, run)
 
     def malformed(topic: bytes, wrong: Malformed) -> None:
-        teller.reject(sender_of(topic), wrong.reason, kind="?", detail=str(wrong)[:200])
+        teller.reject(sender_of(topic), wrong.reason, message="?", detail=str(wrong)[:200])
 
     lines = Lines(config.broker, run, malformed)
     checkpoints = Checkpoints(Path(config.directory))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..common.config import BEAT_SECONDS
-from ..common.errors import Malformed, SaveFailed, Superseded
+from ..common.errors import Malformed, SaveFailed, SettingError, Superseded
 from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
 from .export import save_model
 from .merging import Merging
@@ -21,8 +21,6 @@ from .rounds import Called, Drained, Lost, Merge, Unmet
 from .start import begin
 from .telling import learner_rows, run_figures, write_summary
 
-STOP_SECONDS = 4.0
-"""How long a stop waits for open rounds."""
 SAVE_SECONDS = 30.0
 """How long the last checkpoint may take."""
 LINGER_SECONDS = 2.0
@@ -102,7 +100,7 @@ class Syncer:
     def _reject(self, message: Message, wrong: Malformed) -> None:
         name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
         detail = str(wrong)[:200]
-        self.parts.teller.reject(name, wrong.reason, kind=message.KIND, fragment=fragment, detail=detail)
+        self.parts.teller.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
         if isinstance(message, Delta):
             self.reception.rejected(name, message.incarnation, wrong.reason, detail)
 
@@ -113,7 +111,7 @@ class Syncer:
                     self.parts.lines.send(served.rounds.wire_call(call))
                 case Merge(call):
                     for name, incarnation in self.merging.merge(served, action, now):
-                        self.parts.teller.reject(name, "unreported", kind="delta", fragment=call.fragment)
+                        self.parts.teller.reject(name, "unreported", message="delta", fragment=call.fragment)
                         self.reception.rejected(name, incarnation, "unreported", "tokens that it never reported")
                 case Lost(member):
                     self.parts.teller.event("lost", learner=member.name, incarnation=member.incarnation)
@@ -234,7 +232,7 @@ class Syncer:
             return True
         self.current.phase = "stopping"
         served.rounds.pause()
-        return real - self._stop_at >= STOP_SECONDS
+        return real - self._stop_at >= self.parts.config.stop_seconds
 
     def _known_to_all(self, served: Served, waited: float) -> bool:
         now = self.parts.clock.now()
@@ -249,17 +247,22 @@ class Syncer:
                 served.rounds.ledger.close_all()
             self._save(served)
             saved = parts.writer.close(SAVE_SECONDS)
-            self._export(served)
+            try:
+                self._export(served)
+            except (SettingError, OSError) as wrong:
+                parts.teller.warn("export_failed", error=str(wrong))
+                saved = False
         else:
             parts.writer.close(SAVE_SECONDS)
-        parts.teller.event("syncer_stopped", state=self.current.phase, saved=saved)
+        parts.teller.event("syncer_stopped", state="finished" if self._finished_at else "stopped", saved=saved)
         self._tell(parts.clock.now())
         if not saved:
-            error = parts.writer.last_error or "it took too long"
-            raise SaveFailed(f"the last checkpoint could not be written into {parts.config.directory}: {error}")
+            error = parts.writer.last_error or "see the log"
+            where = parts.config.directory
+            raise SaveFailed(f"the end of the run could not be saved into {where}: {error}")
 
     def _export(self, served: Served) -> None:
-        """model.safetensors and summary.json, in the run's folder."""
+        """model.safetensors and summary.json, in the run's folder. SettingError or OSError if that fails."""
         run, where = self.current, self.parts.config.directory.parent
         save_model(served.state, where / "model.safetensors")
         state = run.phase if run.phase == "finished" else "stopped"

@@ -38,6 +38,8 @@ class Member:
     alive: Alive | None = None
     rejected: int = 0
     rejected_in_a_row: int = 0
+    reset_at: float = float("-inf")
+    """When it was last ordered to start over."""
 
     @property
     def who(self) -> Who:

@@ -69,7 +69,11 @@ class Merging:
         """Send what was asked for, where it is time."""
         for repair in self.repairs.due(now):
             served = self._run.served
-            source = self._source(served, repair) if served is not None else None
+            try:
+                source = self._source(served, repair) if served is not None else None
+            except (Malformed, OSError) as wrong:  # version 0 cannot be read from the disk any more
+                self._parts.teller.warn("repair_failed", what=repair.what, fragment=repair.fragment, error=str(wrong))
+                continue
             if source is not None:
                 make, payload = source
                 for part in split(payload, repair.chunks):

@@ -16,6 +16,8 @@ from .state import GlobalState
 
 RESET_AFTER = 3
 """Answers in a row rejected for what they hold, after which a learner is reset by keyframes."""
+RESET_SECONDS = 5.0
+"""How long a reset may take before it is ordered again."""
 CONTENT_REASONS = frozenset({"nonfinite", "norm", "scale", "code", "size", "stale", "unreported"})
 """Reasons that speak of what a learner sent; being late or repeated is no fault."""
 
@@ -96,8 +98,11 @@ class Reception:
                 self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
 
     def reset(self, member: Member, why: str) -> None:
-        """Order a learner to drop what it has and fetch every fragment."""
-        member.rejected_in_a_row = 0
+        """Order a learner to drop what it has and fetch every fragment, unless it was told so a moment ago."""
+        now = self._parts.clock.now()
+        if now - member.reset_at < RESET_SECONDS:
+            return
+        member.rejected_in_a_row, member.reset_at = 0, now
         self._parts.teller.warn("reset", learner=member.name, reason=why)
         self._answer(member.name, member.incarnation, Reply("reset", why))
 
@@ -141,9 +146,9 @@ class Reception:
     def _seeded(self, plan: Plan, vectors: list[torch.Tensor], static: bytes, *, source: str) -> None:
         """Version 0 is complete: on the disk first, and only then for anybody to use."""
         settings = self._run.settings
+        self._joining.seeding = None  # whatever becomes of it, this choice is over
         self._parts.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
         serve(self._parts, self._run, GlobalState.from_version_zero(plan, settings, vectors, static))
-        self._joining.seeding = None
         self._parts.teller.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
 
 

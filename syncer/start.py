@@ -23,6 +23,7 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
     restored = parts.checkpoints.restore(run.settings)
     survey = listen(
         parts.lines,
+        parts.config.listen_seconds,
         stopped,
         lambda seconds: teller.log.warning("broker_absent", broker=parts.config.broker, seconds=round(seconds)),
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from ..common.wire import Alive, Beat
 from .lines import Lines
 
-LISTEN_SECONDS = 3.0
 ABSENT_SECONDS = 5.0
 """How often an absent broker is told of."""
 
@@ -36,8 +35,8 @@ class Survey:
             self.versions[p] = max(self.versions.get(p, 0), version)
 
 
-def listen(lines: Lines, stopped: Callable[[], bool], absent: Callable[[float], None]) -> Survey:
-    """Hear the run for 3 s, once the broker is there; `absent` is told every 5 s how long it has been missing."""
+def listen(lines: Lines, seconds: float, stopped: Callable[[], bool], absent: Callable[[float], None]) -> Survey:
+    """Hear the run for `seconds`, once the broker is there; `absent` is told every 5 s how long it has been missing."""
     survey, began = Survey(), time.monotonic()
     told, heard_since = began, None
     while not stopped():
@@ -52,6 +51,6 @@ def listen(lines: Lines, stopped: Callable[[], bool], absent: Callable[[float], 
         heard_since = heard_since or now
         for message in lines.receive():
             survey.take(message)
-        if now - heard_since >= LISTEN_SECONDS:
+        if now - heard_since >= seconds:
             break
     return survey

@@ -1,0 +1,351 @@
+"""The syncer over real sockets: what learners and attackers send, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoupled_diloco.common.errors import SettingError, Superseded
+from decoupled_diloco.common.fragments import Layout, TensorSpec
+from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
+from syncer_house import LAYOUT, TOKENS, SyncerHouse, filled, syncer_house
+from waiting import wait_for
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[SyncerHouse]:
+    with syncer_house(tmp_path) as made:
+        yield made
+
+
+def versions(house: SyncerHouse) -> list[int]:
+    served = house.syncer.current.served
+    assert served is not None
+    return list(served.state.versions)
+
+
+def all_finite(house: SyncerHouse) -> bool:
+    served = house.syncer.current.served
+    assert served is not None
+    state = served.state
+    tensors = [*state.public, *state.residual, *(state.momentum or [])]
+    return all(bool(torch.isfinite(t).all()) for t in tensors)
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+def test_the_first_learner_seeds_and_nobody_is_welcome_before_version_0_is_on_the_disk(house: SyncerHouse) -> None:
+    a, b = house.learner("a"), house.learner("b", 2)
+    a.wait(Beat)
+    b.wait(Beat)
+    assert a.hello().verdict == "seed"
+    assert b.hello().verdict == "wait"
+    a.seed(0.5)
+    wait_for(lambda: a.hello().verdict == "welcome", "the seeder is welcomed")
+    assert (house.directory / "global" / "version-0").is_dir()
+    wait_for(lambda: b.hello().verdict == "welcome", "the other is welcomed")
+    assert torch.equal(b.keyframe(0), filled(house.plan, 0, 0.5))
+    assert torch.equal(
+        torch.frombuffer(bytearray(b.fetch("initial", 1, kind=Keyframe).payload), dtype=torch.float32),
+        filled(house.plan, 1, 0.5),
+    )
+
+
+def test_the_choice_of_a_seeder_lapses_with_it(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.wait(Beat)
+    assert a.hello().verdict == "seed"
+    a.close()
+    house._learners.remove(a)
+    b = house.learner("b", 2)
+    b.wait(Beat)
+    wait_for(lambda: b.hello().verdict == "seed", "another learner is chosen")
+    b.join()
+
+
+def changed(**changes: Any) -> Layout:
+    return Layout((replace(LAYOUT.tensors[0], **changes), *LAYOUT.tensors[1:]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (changed(shape=(80, 5)), "a [40, 5] float32 trainable"),
+        (changed(shape=(5, 40)), "you have a [5, 40]"),
+        (changed(dtype="bfloat16"), "a [40, 5] bfloat16"),
+        (changed(kind="frozen"), "a [40, 5] float32 frozen"),
+        (Layout((*LAYOUT.tensors, TensorSpec(name="d", shape=(1,), dtype="float32"))), "the run has no d [1]"),
+    ],
+    ids=["wider", "transposed", "another dtype", "frozen", "one tensor more"],
+)
+def test_another_model_is_refused_with_the_first_difference(house: SyncerHouse, layout: Layout, said: str) -> None:
+    house.learner("a").join()
+    stranger = house.learner("b", 2)
+    stranger.wait(Beat)
+    welcome = stranger.hello(layout)
+    assert welcome.verdict == "refused"
+    assert said in welcome.reason
+
+
+def test_two_live_learners_cannot_have_one_name_and_the_first_is_not_disturbed(house: SyncerHouse) -> None:
+    first = house.learner("a", 1)
+    first.join()
+    second = house.learner("a", 2)
+    second.wait(Beat)
+    assert second.hello().verdict == "wait"
+
+    def refused() -> Welcome | None:
+        first.alive()
+        answer = second.hello()
+        return answer if answer.verdict == "refused" else None
+
+    assert "in use" in wait_for(refused, "the second is refused").reason  # type: ignore[union-attr]
+    assert first.answer(first.call()).version == 1
+
+
+def test_a_restarted_learner_gets_its_name_back_once_the_old_one_is_silent(house: SyncerHouse) -> None:
+    first = house.learner("a", 1)
+    first.join()
+    second = house.learner("a", 2)
+    second.wait(Beat)
+    wait_for(lambda: second.hello().verdict == "welcome", "the name is free again")
+
+
+# --- what is merged --------------------------------------------------------------------------------------------------
+def test_an_honest_answer_moves_the_model_by_its_delta(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    update = a.answer(a.call(), value=0.01)
+    expected = filled(house.plan, update.fragment, -0.01)
+    assert torch.allclose(a.keyframe(update.fragment), expected, atol=0.01 / 14 + 1e-6)
+    assert update.contributors == (("a", 1, 2, 2 * TOKENS),)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bits", "reason"),
+    [("bf16", 0x7FC0, "nonfinite"), ("int4", 0x7FC0, "scale"), ("int4", 0x7F80, "scale"), ("int8", 0xBF80, "scale")],
+    ids=["a value that is not a number", "a scale that is not a number", "an infinite scale", "a negative scale"],
+)
+def test_a_delta_that_is_not_finite_is_rejected_and_the_round_still_completes(
+    tmp_path: Path, codec: str, bits: int, reason: str
+) -> None:
+    with syncer_house(tmp_path, codec_up=codec) as house:
+        a, b = house.learner("a", 1), house.learner("b", 2)
+        a.join()
+        b.join()
+        call = a.call()
+        broken = bytearray(a.delta(call).payload)
+        broken[:2] = bits.to_bytes(2, "little")
+        a.provoke(reason, call, payload=bytes(broken))
+        b.answer(call)
+        assert all_finite(house)
+
+
+def test_an_answer_without_tokens_or_steps_is_never_merged(house: SyncerHouse) -> None:
+    a, b = house.learner("a", 1), house.learner("b", 2)
+    a.join()
+    b.join()
+    call = a.call()
+    for learner in (a, b):
+        learner.provoke("empty", call, tokens_to=0, tokens_from=0)
+    assert versions(house)[call.fragment] == call.version
+    update = b.answer(b.call(call.fragment))
+    assert [c[0] for c in update.contributors] == ["b"]
+
+
+def test_the_same_delta_again_at_once_after_the_merge_and_three_rounds_later_counts_once(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call()
+    genuine = a.delta(call)
+    a.bulk.send(genuine)
+    a.answer(call)
+    a.bulk.send(genuine)
+    slot = call.slot
+    for _ in range(3):
+        later = a.call(after=slot)
+        slot = later.slot
+        a.answer(later)
+    a.bulk.send(genuine)
+    wait_for(lambda: house.rejected["duplicate"] + house.rejected["late"] >= 3, "the repeats are rejected")
+    served = house.syncer.current.served
+    assert served is not None
+    account = served.rounds.ledger.account("a")
+    assert account.merged <= account.reported
+
+
+def test_a_forged_answer_with_an_interval_already_merged_is_an_overlap(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call()
+    a.answer(call)
+    a.provoke("overlap", a.call(call.fragment, after=call.slot), tokens_from=0, steps_from=0)
+
+
+def test_work_on_a_model_long_gone_is_rejected_as_stale(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call()
+    slot = call.slot
+    rounds = 0
+    while rounds < 3:
+        a.answer(call)
+        rounds += 1
+        slot = call.slot
+        call = a.call(call.fragment, after=slot)
+    a.provoke("stale", call, base_version=call.version - 3)
+    a.answer(a.call(call.fragment, after=slot))
+
+
+def test_tokens_that_were_never_reported_do_not_count(tmp_path: Path) -> None:
+    with syncer_house(tmp_path, grace_seconds=0.2) as house:
+        a, b = house.learner("a", 1), house.learner("b", 2)
+        a.join()
+        b.join()
+        call = a.call()
+        a.bulk.send(a.delta(call, tokens_to=10**12))
+        update = b.answer(call)
+        assert [c[0] for c in update.contributors] == ["b"]
+        wait_for(lambda: house.rejected["unreported"], "the liar is named")
+
+
+def test_a_norm_far_beyond_the_usual_is_rejected_and_three_in_a_row_reset_the_learner(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call(0)
+    for _ in range(9):
+        a.answer(call)
+        call = a.call(0, after=call.slot)
+    a.provoke("norm", call, times=3, value=1e4)
+    a.wait(Welcome, lambda w: w.verdict == "reset")
+    a.answer(call)
+
+
+def test_a_delta_of_the_wrong_size_or_codec_is_rejected_before_memory_is_taken(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call()
+    a.provoke("size", call, **split(b"\0" * 10)[0])
+    a.provoke("size", call, size=2**41, chunks=2**21, chunk=0, **_full_chunk())
+    a.provoke("size", call, codec="f32")
+    a.answer(call)
+
+
+def _full_chunk() -> dict[str, Any]:
+    part = split(b"\0" * 2**20)[0]
+    return {"payload": part["payload"], "crc": part["crc"]}
+
+
+def test_messages_of_a_lower_epoch_are_rejected(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    call = a.call()
+    a.provoke("epoch", call, epoch=call.epoch - 1)
+
+
+def test_other_bits_than_the_run_s_are_answered_with_a_reset(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    update = a.answer(a.call())
+    held = [0] * house.plan.P
+    held[update.fragment] = update.version
+    shas = [""] * house.plan.P
+    shas[update.fragment] = update.digest[:16]
+    a.alive(digests=tuple(shas), digest_versions=tuple(held))
+    shas[update.fragment] = "0" * 16
+    a.alive(digests=tuple(shas), digest_versions=tuple(held))
+    assert "bits" in a.wait(Welcome, lambda w: w.verdict == "reset").reason
+
+
+# --- repair, epochs, the end -----------------------------------------------------------------------------------------
+def test_a_lost_update_is_sent_again_with_the_same_bytes_and_captures(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    update = a.answer(a.call())
+    again = a.fetch("update", update.fragment, update.version, kind=Update)
+    assert bytes(again.payload) == bytes(update.payload)
+    assert again.contributors == update.contributors
+    assert (again.version, again.digest) == (update.version, update.digest)
+
+
+def test_a_killed_syncer_resumes_under_a_higher_epoch_with_higher_versions(tmp_path: Path) -> None:
+    with syncer_house(tmp_path) as house:
+        a = house.learner("a")
+        a.join()
+        call = a.call()
+        for _ in range(4):
+            a.answer(call)
+            call = a.call(after=call.slot)
+        epoch, before = a.epoch, versions(house)
+        house.crash()
+        house.start()
+        a.wait(Beat, lambda b: b.epoch > epoch and b.versions != ())
+        after = versions(house)
+        assert all(new > old for new, old in zip(after, before, strict=True))
+        a.versions = after
+        a.since = [a.steps] * house.plan.P
+        wait_for(lambda: a.hello().verdict == "welcome", "it is welcomed again")
+        a.step()
+        a.answer(a.call())
+
+
+def test_an_empty_directory_never_begins_a_run_that_is_served_elsewhere(tmp_path: Path) -> None:
+    with syncer_house(tmp_path / "one") as house:
+        house.learner("a").join()
+        other = SyncerHouse(tmp_path / "two", house.port, house.settings)
+        other.start(listen_seconds=3.0)
+        wait_for(lambda: other.failure, "the second syncer refuses")
+        assert isinstance(other.failure[0], SettingError)
+        assert "already served" in str(other.failure[0])
+
+
+def test_a_syncer_that_hears_a_higher_epoch_steps_down(tmp_path: Path) -> None:
+    with syncer_house(tmp_path) as house:
+        a = house.learner("a")
+        a.join()
+        beat = a.wait(Beat)
+        a.control.send(replace(beat, epoch=beat.epoch + 1, syncer=beat.syncer + 1))
+        wait_for(lambda: house.failure, "it steps down")
+        assert isinstance(house.failure.pop(), Superseded)
+
+
+def test_a_run_ends_with_one_last_round_of_every_fragment_and_books_without_pending(tmp_path: Path) -> None:
+    with syncer_house(tmp_path, steps=3) as house:
+        a = house.learner("a")
+        a.join()
+        answered: set[tuple[int, int]] = set()
+
+        def finished() -> Beat | None:
+            a.listen()
+            for beat in [m for m in a.heard if isinstance(m, Beat)][-1:]:
+                if beat.state == "finished":
+                    return beat
+            served = house.syncer.current.served
+            for call in served.rounds.wire_calls() if served else ():
+                if (call.slot, call.attempt) not in answered:
+                    answered.add((call.slot, call.attempt))
+                    p = call.fragment
+                    a.versions[p], a.since[p] = call.version, max(a.since[p], a.steps)
+                    a.step()
+                    a.bulk.send(a.delta(call))
+                    a.since[p] = a.steps
+            a.alive()
+            return None
+
+        beat = wait_for(finished, "the run is finished")
+        assert beat is not None
+        assert len(beat.model_hash) == 64
+        a.step(5)
+        a.goodbye("finished", beat.model_hash)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes when all have acknowledged")
+        served = house.syncer.current.served
+        assert served is not None
+        total = served.rounds.ledger.total()
+        assert total.reported == a.steps * TOKENS
+        assert total.pending == 0
+        assert total.reported == total.merged + total.lost
+        assert (house.directory / "model.safetensors").is_file()
+        assert (house.directory / "summary.json").is_file()
