@@ -163,6 +163,6 @@ def test_an_evaluator_with_another_text_than_the_run_is_told_so(
 ) -> None:
     monkeypatch.setattr("os.nice", lambda _: 0)  # this process is the test's own
     run.data_hash = "ab" * 32
-    with pytest.raises(SettingError, match="run text trains another text than .*book.txt; give the same --data"):
+    with pytest.raises(SettingError, match=r"run text trains another text than .*book\.txt; give the same --data"):
         evaluate_run(config(run), book, 1.0)
     assert run.all_of(Hello) == []
