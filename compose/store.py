@@ -7,8 +7,8 @@ Linux it cannot outlive the process that started it, however that one ends.
 from __future__ import annotations
 
 import os
+import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,9 +21,13 @@ import redis
 
 from ..common.errors import DilocoError, SettingError
 from ..common.redis_client import connect
+from .ports import is_taken
 
 READY_SECONDS = 10.0
 STOP_SECONDS = 1.0
+_PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections: while the store is away, no client of it, calling again and
+again, may get the very port and so keep it from coming back."""
 _SERVERS = ("redis-server", "valkey-server")
 
 # The child asks the kernel to be killed with its parent, then becomes the server: the request survives exec. Asking in
@@ -91,7 +95,7 @@ class EmbeddedStore:
         wanted = self.port
         for _ in range(1 if wanted else 5):  # somebody may take a free port between our look and the server's bind
             self.port = wanted or _free_port()
-            if not _taken(self.port):
+            if not is_taken(self.port):
                 self._launch()
                 if self._wait_until_it_answers():
                     return
@@ -99,7 +103,7 @@ class EmbeddedStore:
         port, self.port = self.port, wanted
         raise SettingError(
             f"the store did not start on 127.0.0.1:{port}"
-            + (" (the port is in use)" if _taken(port) else "")
+            + (" (the port is in use)" if is_taken(port) else "")
             + f"; its log is {self.directory / 'store.log'}"
         )
 
@@ -160,17 +164,7 @@ def _pid_at(port: int) -> int | None:
 
 
 def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _taken(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-        return False
+    for port in random.sample(_PORTS, 200):
+        if not is_taken(port):
+            return port
+    raise SettingError(f"no free port on 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1}; name one")

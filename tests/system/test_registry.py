@@ -177,7 +177,7 @@ def test_a_forgotten_learner_is_gone_and_begins_anew(full_house: House) -> None:
 def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_house: House) -> None:
     before = full_house.seen()
     full_house.client.flushall()
-    wait_for(lambda: full_house.seen() == before, "everything is written anew", 5)
+    wait_for(lambda: full_house.seen() == before, "everything is written anew")
     wait_for(lambda: "registry_lost" in full_house.kinds(), "the stream tells it too")
     (line,) = full_house.logged("registry_lost")
     assert line["level"] == "warning"
@@ -188,7 +188,7 @@ def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_house: Hous
 def test_a_single_deleted_key_comes_back(full_house: House, key: str) -> None:
     before = full_house.seen()
     full_house.client.delete(key)
-    wait_for(lambda: full_house.seen() == before, f"{key} is written anew", 5)
+    wait_for(lambda: full_house.seen() == before, f"{key} is written anew")
     wait_for(lambda: len(full_house.logged("registry_lost")) == 1, "a warning names the key")
     assert full_house.logged("registry_lost")[0]["reason"].endswith(key)
 
@@ -200,13 +200,13 @@ def test_a_restarted_store_is_whole_again(full_house: House) -> None:
     full_house.registry.event("lost", learner="b")
     full_house.store.start()
     before["events"].append("lost")
-    wait_for(lambda: full_house.seen() == before, "everything is back", 10)
+    wait_for(lambda: full_house.seen() == before, "everything is back")
     wait_for(lambda: full_house.registry.healthy, "it says so")
     assert len(full_house.logged("registry_lost")) == 1
     assert len(full_house.logged("registry_back")) == 1
     full_house.store.stop()
     full_house.store.start()
-    wait_for(lambda: full_house.seen() == before, "everything is back after an instant restart too", 10)
+    wait_for(lambda: full_house.seen() == before, "everything is back after an instant restart too")
 
 
 def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house: House) -> None:
@@ -226,8 +226,8 @@ def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house:
     assert len(board._events) + len(registry._writer._session._unsure) <= 2 * WAITING_EVENTS  # type: ignore[union-attr]
     assert len(board._state.rows) == 6
     full_house.thaw()
-    wait_for(lambda: full_house.client.hget(KEYS.run, "step") == "9999", "the newest state arrives", 5)
-    wait_for(lambda: "registry_back" in full_house.kinds(), "the events that found room arrive", 5)
+    wait_for(lambda: full_house.client.hget(KEYS.run, "step") == "9999", "the newest state arrives")
+    wait_for(lambda: "registry_back" in full_house.kinds(), "the events that found room arrive")
     (line,) = full_house.logged("registry_back")
     arrived = [row["number"] for _, row in full_house.client.xrange(KEYS.events) if "number" in row]
     assert arrived[-1] == "9999"
