@@ -29,12 +29,14 @@ class Figures:
     first_merge_at: float | None = None
     now: float = 0.0
     _t: int = 0
+    _resumed: bool = False
 
-    def stepped(self, now: float) -> None:
-        """A live learner is past its first step: the run's clock starts."""
+    def stepped(self, now: float, since_first_step_seconds: float) -> None:
+        """A learner says how long ago its first step began: the run's clock starts with the earliest."""
         self.now = now
-        if self.first_step_at is None:
-            self.first_step_at = now
+        began = now - since_first_step_seconds
+        if since_first_step_seconds > 0 and not self._resumed:
+            self.first_step_at = began if self.first_step_at is None else min(began, self.first_step_at)
 
     def reached(self, t: int, live: int) -> None:
         """Global step `t` with `live` learners: a data-parallel ring would have moved 2 (M - 1) 4 N bytes a step."""
@@ -79,5 +81,6 @@ class Figures:
     def load_json(self, rows: dict[str, Any], now: float) -> None:
         rows = dict(rows)
         self.first_step_at, self._t, self.now = now - rows.pop("elapsed"), rows.pop("t"), now
+        self._resumed = True
         for name, value in rows.items():
             setattr(self, name, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..common.errors import Malformed
@@ -67,8 +69,7 @@ class Reception:
         served.rounds.report(member.who, alive.tokens)
         if returned:
             self._parts.teller.event("returned", learner=member.name)
-        if member.step_seconds > 0:
-            served.figures.stepped(now)
+        served.figures.stepped(now, alive.since_first_step_seconds)
         if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
             self.reset(member, "it holds other bits than the run")
 
@@ -79,6 +80,8 @@ class Reception:
             return  # the same goodbye again
         served.rounds.report(who, goodbye.tokens)
         served.rounds.members.leave(who)
+        if member.alive is not None and goodbye.local_steps > member.alive.local_steps:
+            member.alive = replace(member.alive, local_steps=goodbye.local_steps, tokens=goodbye.tokens)
         served.rounds.retire(who)
         self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
