@@ -63,7 +63,7 @@ def test_a_held_name_is_waited_for_refused_when_its_holder_speaks_and_free_when_
     assert members.admit("a", 2, 1.5) == "wait"
     members.heard(alive("a", tokens=31), 1.6)
     assert members.admit("a", 2, 2.0) == "refused"
-    assert members.admit("a", 2, 1.6 + SILENCE_SECONDS) == "welcome"
+    assert members.admit("a", 2, 1.7 + SILENCE_SECONDS) == "welcome"
     assert members.admit("a", 1, 2.0) == "welcome", "the holder itself may say Hello again"
 
 
