@@ -178,8 +178,8 @@ class Conversation:
 
     def _welcomed(self, welcome: Welcome, now: float) -> None:
         beat = self._beat
-        if beat is None or len(beat.versions) != welcome.fragments:
-            return  # said before the run was seeded; the next beat knows more, and Hello goes on
+        if beat is None:
+            return
         plan = self._plan_of(welcome)
         try:
             self._settings = RunSettings.from_map(beat.settings)

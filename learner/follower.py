@@ -299,11 +299,11 @@ class Follower:
 
     def _lacking(self, track: _Track, now: float) -> tuple[str, int, set[int]]:
         """(what, version, chunks) to ask for; no chunks where nothing is missing or it may still come by itself."""
-        if not track.wants_keyframe and track.behind:
-            held = track.held
+        held = track.held
+        if not track.wants_keyframe and held is not None and track.behind:
             if not track.asked and now - track.quiet_since < GAP_SECONDS:
                 return "update", track.latest, set()
-            if held is not None and held.version + 1 == track.latest and track.tries < UPDATE_TRIES:
+            if held.version + 1 == track.latest and track.tries < UPDATE_TRIES:
                 incoming = track.updates.get(held.version)
                 size = encoded_bytes(self.codec, self.plan.fragments[track.index].length)
                 missing = set(range(chunk_count(size))) if incoming is None else incoming.assembly.missing

@@ -118,7 +118,7 @@ def _once(rows: Iterable[tuple[str, Tensor, Kind, bool]]) -> Iterator[Entry]:
     entries: dict[Any, Entry] = {}
     for name, tensor, kind, embedding in rows:
         key: Any = id(tensor)
-        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+        if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
             key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         entry = entries.setdefault(key, Entry(names=[], tensor=tensor, kind=kind))
         if name not in entry.names:

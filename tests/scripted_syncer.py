@@ -16,7 +16,7 @@ from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.codec import decode_delta, digest, encode_step, model_hash
 from decoupled_diloco.common.config import BrokerConfig, RunSettings
 from decoupled_diloco.common.fragments import Layout, Plan, balanced_plan
-from decoupled_diloco.common.sockets import Address, Downlink, Uplink, free_ports
+from decoupled_diloco.common.sockets import Address, Downlink, Uplink
 from decoupled_diloco.common.wire import (
     Assembly,
     Beat,
@@ -34,6 +34,7 @@ from decoupled_diloco.common.wire import (
     split,
 )
 from torch import Tensor
+from transport import free_ports
 from waiting import wait_for
 
 M = TypeVar("M", bound=Message)
