@@ -34,6 +34,10 @@ HURRY_SECONDS = 1.0
 """The same when it leaves because of an error or Ctrl-C."""
 
 
+ABSENT_SECONDS = 1.0
+"""The same when no broker listens."""
+
+
 class Phase(Enum):
     ASKING = "asking"
     """Hello is repeated until a Welcome comes; at the start, and again under each new epoch."""
@@ -71,7 +75,7 @@ class Conversation:
         self._mismatches = 0
         self._final_hash = ""
         self._due: dict[str, float] = {}
-        self._leave_by: float | None = None
+        self._leaving_since: float | None = None
 
     # --- hearing -----------------------------------------------------------------------------------------------------
     def heard(self, message: Message, plane: Plane, now: float) -> None:
@@ -277,6 +281,7 @@ class Conversation:
         self._check_orphan(now)
         self._take_from_desk()
         if not control_proven:
+            self._leave_unheard(now)
             return
         if self.phase is Phase.ASKING:
             yield from self._hellos(now, bulk_proven=bulk_proven)
@@ -372,10 +377,22 @@ class Conversation:
         elif self.phase is Phase.FINISHED:
             if self._is_due("goodbye", now, ALIVE_SECONDS) or reason:
                 yield goodbye(self.me, "finished", counters, self._final_hash)
-        elif reason and (now >= self._leaves_by(now) or not (self._bulk or self.answers.unconfirmed)):
+        elif reason and (now >= self._leaves_by(now) or not self._awaited(reason)):
             yield goodbye(self.me, reason, counters, "")
 
-    def _leaves_by(self, now: float) -> float:
-        if self._leave_by is None:
-            self._leave_by = now + (LEAVE_SECONDS if self.desk.leaving == "left" else HURRY_SECONDS)
-        return self._leave_by
+    def _leave_unheard(self, now: float) -> None:
+        """No broker listens: a goodbye waits for one for a short while only."""
+        if self.desk.leaving and now >= self._leaves_by(now, ABSENT_SECONDS):
+            if self._plan is not None and self.me.role == "learner":
+                log.warning("goodbye_not_sent", learner=self.me.name, answers_unconfirmed=self.answers.unconfirmed)
+            self.over = True
+
+    def _awaited(self, reason: str) -> bool:
+        """Something is still to be sent; or, without hurry, to be taken."""
+        return bool(self._bulk) or (reason == "left" and self.answers.unconfirmed > 0)
+
+    def _leaves_by(self, now: float, most_seconds: float = LEAVE_SECONDS) -> float:
+        if self._leaving_since is None:
+            self._leaving_since = now
+        patience = LEAVE_SECONDS if self.desk.leaving == "left" else HURRY_SECONDS
+        return self._leaving_since + min(patience, most_seconds)

@@ -113,7 +113,7 @@ class Desk:
         self.whole: tuple[Public, ...] = ()
         """The newest public model, set by the link."""
         self.beat: Beat | None = None
-        self.waits_for = "a connection"
+        self.waits_for = "a connection to the broker"
         """What a join is waiting for, in words."""
         self.progress_at = 0.0
         """When the join last came a step further."""

@@ -36,6 +36,10 @@ class LossWatch:
                 return fine
         return fine if loss is None else self._note(float(loss)) and fine
 
+    def forget_pending(self) -> None:
+        """Losses that have not arrived belong to a model that is gone."""
+        self._pending.clear()
+
     def _note(self, value: float) -> bool:
         if math.isfinite(value):
             self.value = value

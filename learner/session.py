@@ -156,11 +156,11 @@ class Session:
         waits = self._desk.boundary()
         if waits.failure is not None:
             self._fail(waits.failure)
-        fine = self._losses.take(loss) and not waits.nonfinite
+        fine, was_resetting = self._losses.take(loss) and not waits.nonfinite, self._resetting
         if not self._conclude(waits):
             self._check_stuck()
             self._adopt(waits)
-            if not fine and not self._resetting:
+            if not fine and not was_resetting:
                 self._not_finite()
             self._report()
             if not self._resetting:
@@ -235,10 +235,8 @@ class Session:
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
         if not self._link.join_thread(patience):
             self._link.abandon()
-            log.warning("goodbye_not_sent", learner=self.name, reason=reason, address=self._link.config.broker)
-        else:
-            log.info("left", learner=self.name, reason="finished" if self.finished else reason,
-                     local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
+        log.info("left", learner=self.name, reason="finished" if self.finished else reason,
+                 local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -272,6 +270,7 @@ class Session:
             if self._resetting:
                 self._resetting, self._reset_at = False, self._books.now.steps
                 healed = heal_moments(self._optimizer)
+                self._losses.forget_pending()
                 log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
         if waits.arrivals:
             self._versions = (waits.arrivals[-1].epoch, self._books.versions(waits.arrivals[-1].epoch))
