@@ -1,6 +1,6 @@
 """Our broker beside zmq.proxy: how many messages a second each passes on, and what one costs in processor time.
 
-    .venv/bin/python benchmarks/broker.py [--seconds 10]
+    .venv/bin/python benchmarks/broker.py [--seconds 10] [--port 5650]
 
 Both run with the same socket options in a process of their own, in turns, so that a busy machine disturbs both alike;
 one publisher and one receiver keep a fixed number of messages in flight. A ratio of 1 is as fast as zmq.proxy.
@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import BrokerConfig
-from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure, free_ports
+from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure
 from decoupled_diloco.common.wire import Update, encode, split
 
 QUEUE_MESSAGES = 256
@@ -65,9 +65,8 @@ def pump(up: Socket, down: Socket, frames: list[bytes | memoryview], in_flight: 
     return got
 
 
-def measure(run: object, size: str, seconds: float) -> tuple[float, float]:
+def measure(run: object, port: int, size: str, seconds: float) -> tuple[float, float]:
     """Messages a second, and microseconds of the broker's processor time for each."""
-    port = free_ports()
     child = multiprocessing.get_context("spawn").Process(target=run, args=(port,), daemon=True)  # type: ignore[arg-type]
     child.start()
     pid = child.pid or 0
@@ -101,9 +100,11 @@ def measure(run: object, size: str, seconds: float) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="of measuring, all together (default: 10)")
-    each = parser.parse_args().seconds / (len(SIZES) * 2 * ROUNDS)
+    parser.add_argument("--port", type=int, default=5650, help="the first of four free ports (default: 5650)")
+    arguments = parser.parse_args()
+    each = arguments.seconds / (len(SIZES) * 2 * ROUNDS)
     for size, octets in SIZES.items():
-        rows = [(measure(run_ours, size, each), measure(run_proxy, size, each)) for _ in range(ROUNDS)]
+        rows = [tuple(measure(run, arguments.port, size, each) for run in (run_ours, run_proxy)) for _ in range(ROUNDS)]
         print(f"{size}, median of {ROUNDS} turns of {each:.2g} s")
         speeds = []
         for name, i in (("ours", 0), ("zmq.proxy", 1)):

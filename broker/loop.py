@@ -14,6 +14,7 @@ import socket as network
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -48,7 +49,7 @@ def topic_pattern(plane: Plane) -> re.Pattern[bytes]:
 class PlaneThread(threading.Thread):
     """Forwards the messages of one plane until `stop`; whatever a peer sends, it goes on."""
 
-    def __init__(self, plane: Plane, source: Socket, sink: Socket) -> None:
+    def __init__(self, plane: Plane, source: Socket, sink: Socket, on_failure: Callable[[], object]) -> None:
         super().__init__(name=f"broker-{plane.name.lower()}", daemon=True)
         self.plane = plane
         self.messages = 0
@@ -58,7 +59,7 @@ class PlaneThread(threading.Thread):
         self.subscriptions = 0
         """Distinct prefixes that receivers want now."""
         self.failure: BaseException | None = None
-        self._source, self._sink = source, sink
+        self._source, self._sink, self._on_failure = source, sink, on_failure
         self._topic = topic_pattern(plane)
         self._waker = Waker()
         self._stopping = False
@@ -75,6 +76,7 @@ class PlaneThread(threading.Thread):
         except BaseException as failure:  # the broker ends with it: half a broker would be worse than none
             self.failure = failure
             log.exception("plane_failed", plane=self.plane.name.lower())
+            self._on_failure()
         finally:
             self._source.close()
             self._sink.close()
@@ -85,9 +87,11 @@ class PlaneThread(threading.Thread):
         for socket in (self._source, self._sink, self._waker.socket):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping:
-            poller.poll(1000)
-            self._take_subscriptions()
-            self._forward_some()
+            ready = dict(poller.poll(1000))
+            if self._sink in ready:
+                self._take_subscriptions()
+            if self._source in ready:
+                self._forward_some()
             self._tell_drops()
 
     def _take_subscriptions(self) -> None:
@@ -108,24 +112,21 @@ class PlaneThread(threading.Thread):
                 if header is None or (payload is not None and payload.more):
                     self._drop("frames")
                     continue
-                size = len(topic) + len(header) + (len(payload) if payload is not None else 0)
+                size = len(topic) + len(header) + (0 if payload is None else len(payload))
                 if not fits(topic):
                     self._drop("topic")
-                elif size > MESSAGE_BYTES:
+                    continue
+                if size > MESSAGE_BYTES:
                     self._drop("size")
-                elif payload is None:
-                    send(topic, zmq.SNDMORE)
+                    continue
+                send(topic, zmq.SNDMORE)
+                if payload is None:
                     send(header)
-                    self._count(size)
                 else:
-                    send(topic, zmq.SNDMORE)
                     send(header, zmq.SNDMORE)
                     send(payload, copy=False)
-                    self._count(size)
-
-    def _count(self, size: int) -> None:
-        self.messages += 1
-        self.bytes += size
+                self.messages += 1
+                self.bytes += size
 
     def _drop(self, reason: str) -> None:
         """Leave a message out, with all that is left of it."""
@@ -141,10 +142,14 @@ class PlaneThread(threading.Thread):
 
 
 class Broker:
-    """Four ports and a thread a plane, from `start` to `stop`."""
+    """Four ports and a thread a plane, from `start` to `stop`.
 
-    def __init__(self, config: BrokerConfig) -> None:
+    `on_failure` is called, from a thread of the broker, when a plane ends by itself; what remains is to `stop`.
+    """
+
+    def __init__(self, config: BrokerConfig, on_failure: Callable[[], object] = lambda: None) -> None:
         self.config = config
+        self._on_failure = on_failure
         self._planes: list[PlaneThread] = []
         self._context: Context | None = None
 
@@ -172,7 +177,10 @@ class Broker:
                 socket.close(0)
             self._context.term()
             raise
-        self._planes = [PlaneThread(Plane.CONTROL, *sockets[:2]), PlaneThread(Plane.BULK, *sockets[2:])]
+        self._planes = [
+            PlaneThread(Plane.CONTROL, sockets[0], sockets[1], self._on_failure),
+            PlaneThread(Plane.BULK, sockets[2], sockets[3], self._on_failure),
+        ]
         for plane in self._planes:
             plane.start()
 

@@ -104,25 +104,6 @@ def is_ipv6(host: str) -> bool:
         return False
 
 
-def free_ports(host: str = "127.0.0.1") -> int:
-    """The first of four consecutive ports that nobody on this machine listens on now; bind them soon."""
-    for _ in range(100):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            first = _listen(held, host, 0)
-            if first <= 65_532:
-                for offset in range(1, 4):
-                    _listen(held, host, first + offset)
-                return first
-    raise SettingError(f"no four consecutive ports are free on {host}; free some, or name the first with --port")
-
-
-def _listen(held: contextlib.ExitStack, host: str, port: int) -> int:
-    family = network.AF_INET6 if is_ipv6(host) else network.AF_INET
-    listener = held.enter_context(network.socket(family, network.SOCK_STREAM))
-    listener.bind((host, port))
-    return int(listener.getsockname()[1])
-
-
 # --- options ---------------------------------------------------------------------------------------------------------
 def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE_BYTES) -> None:
     """Set every option that all sockets share, the broker's too. To be called before connect or bind."""

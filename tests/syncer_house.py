@@ -20,7 +20,7 @@ from decoupled_diloco.common.config import BrokerConfig, RunSettings, SyncerConf
 from decoupled_diloco.common.fragments import Layout, Plan, TensorSpec, balanced_plan
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
-from decoupled_diloco.common.sockets import Address, Downlink, Uplink, free_ports
+from decoupled_diloco.common.sockets import Address, Downlink, Uplink
 from decoupled_diloco.common.wire import (
     Alive,
     Beat,
@@ -46,6 +46,7 @@ from decoupled_diloco.syncer.parts import Parts
 from decoupled_diloco.syncer.telling import Teller
 from decoupled_diloco.syncer.writer import CheckpointWriter
 from torch import Tensor
+from transport import free_ports
 from waiting import wait_for
 
 LAYOUT = Layout(

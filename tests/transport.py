@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import socket as network
 import subprocess
 import sys
 import threading
@@ -15,11 +17,14 @@ from typing import Any, Self
 import zmq
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import BrokerConfig
-from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink, Waker, free_ports
-from decoupled_diloco.common.wire import Message, Update, split
+from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink, Waker, is_ipv6
+from decoupled_diloco.common.wire import Delta, Message, Update, split
 from waiting import wait_for
 
 HWM = 256
+PORTS = range(10_000, 20_000, 4)
+"""Below those that systems give to outgoing connections: while a broker is away, no client of it, calling again and
+again, may get the very port and so keep it from coming back."""
 CHILD = """
 import sys
 from decoupled_diloco.broker.__main__ import main
@@ -28,6 +33,17 @@ from decoupled_diloco.common.log import configure
 configure("broker", level="debug", terminal=True)
 sys.exit(main(BrokerConfig(port=int(sys.argv[1]), queue_mib=int(sys.argv[2]))))
 """
+
+
+def free_ports(host: str = "127.0.0.1") -> int:
+    """The first of four consecutive ports on which nobody listens now."""
+    for first in random.sample(PORTS, 200):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + 4):
+                family = network.AF_INET6 if is_ipv6(host) else network.AF_INET
+                held.enter_context(network.socket(family, network.SOCK_STREAM)).bind((host, port))
+            return first
+    raise AssertionError(f"no four ports are free on {host}")
 
 
 @contextlib.contextmanager
@@ -89,7 +105,12 @@ def context() -> Iterator[Context]:
 def uplink(made: Context, endpoint: str, *, hwm_messages: int = HWM) -> Uplink:
     """An uplink whose path to the broker is proven."""
     link = Uplink(made, endpoint, hwm_messages=hwm_messages)
-    wait_for(lambda: (link.read_subscriptions(), link.proven)[1], f"the broker at {endpoint} is heard")
+
+    def proven() -> bool:
+        link.read_subscriptions()
+        return link.proven
+
+    wait_for(proven, f"the broker at {endpoint} is heard")
     return link
 
 
@@ -101,7 +122,9 @@ def downlink(made: Context, endpoint: str, *prefixes: bytes, hwm_messages: int =
 
 
 def next_of(link: Downlink, what: str = "a message arrives") -> Message:
-    return wait_for(link.receive, what)
+    message = wait_for(link.receive, what)
+    assert message is not None
+    return message
 
 
 def take_all(link: Downlink, into: list[Message] | None = None) -> list[Message]:
@@ -124,6 +147,15 @@ def update(slot: int = 0, payload: bytes | memoryview = b"payload", **changed: A
         "codec": "int4", "digest": "", **split(payload)[0], **changed,
     }  # fmt: skip
     return Update(**rows)
+
+
+def delta(payload: bytes = b"12345678", **changed: Any) -> Delta:
+    rows: dict[str, Any] = {
+        "run": "run", "name": "node1", "incarnation": 7, "epoch": 1, "slot": 4, "attempt": 1, "base_version": 2,
+        "fragment": 3, "tokens_from": 0, "tokens_to": 10, "steps_from": 0, "steps_to": 1, "codec": "int4",
+        **split(payload)[0], **changed,
+    }  # fmt: skip
+    return Delta(**rows)
 
 
 class LinkThread:

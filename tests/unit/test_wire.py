@@ -40,6 +40,7 @@ from decoupled_diloco.common.wire import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transport import delta
 
 # --- any message at all ----------------------------------------------------------------------------------------------
 NAMES = st.from_regex(NAME_PATTERN, fullmatch=True)
@@ -144,15 +145,6 @@ def test_a_genuine_message_with_a_few_bytes_changed_is_malformed_or_still_whole(
 
 
 # --- hostile frames --------------------------------------------------------------------------------------------------
-def delta(payload: bytes = b"12345678", **changed: Any) -> Delta:
-    rows: dict[str, Any] = {
-        "run": "run", "name": "node1", "incarnation": 7, "epoch": 1, "slot": 4, "attempt": 1, "base_version": 2,
-        "fragment": 3, "tokens_from": 0, "tokens_to": 10, "steps_from": 0, "steps_to": 1, "codec": "int4",
-        **split(payload)[0], **changed,
-    }  # fmt: skip
-    return Delta(**rows)
-
-
 def header_of(message: Message) -> dict[str, Any]:
     rows: dict[str, Any] = msgpack.unpackb(encode(message)[1])
     return rows
@@ -294,16 +286,20 @@ def test_a_call_inside_a_beat_is_checked_like_any_other() -> None:
     for changed in ({"attempt": 0}, {"received": ["A:*"]}, {"more": 1}):
         with pytest.raises(Malformed):
             decode([beat.topic(), msgpack.packb(rows | {"calls": [rows["calls"][0] | changed]})])
-    for calls in ([1], [None], [[]], {}, "calls"):
+    not_calls: list[Any] = [[1], [None], [[]], {}, "calls"]
+    for calls in not_calls:
         with pytest.raises(Malformed):
             decode([beat.topic(), msgpack.packb(rows | {"calls": calls})])
 
 
 def test_a_fetch_asks_for_no_more_chunks_than_may_be_in_flight() -> None:
-    rows = {"run": "run", "name": "a", "incarnation": 1, "epoch": 1, "what": "keyframe", "fragment": 1, "version": 2}
-    decode(encode(Fetch(**rows, chunks=tuple(range(FETCH_WINDOW)))))
+    def fetch(chunks: int) -> Fetch:
+        asked = tuple(range(chunks))
+        return Fetch(run="run", name="a", incarnation=1, epoch=1, what="keyframe", fragment=1, version=2, chunks=asked)
+
+    decode(encode(fetch(FETCH_WINDOW)))
     with pytest.raises(Malformed, match="chunks"):
-        decode(encode(Fetch(**rows, chunks=tuple(range(FETCH_WINDOW + 1)))))
+        decode(encode(fetch(FETCH_WINDOW + 1)))
 
 
 # --- topics and chunks -----------------------------------------------------------------------------------------------

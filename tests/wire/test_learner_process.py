@@ -13,7 +13,6 @@ import torch
 from decoupled_diloco.common.config import LearnerConfig, RunSettings, TaskSettings
 from decoupled_diloco.common.errors import PeerLost, SettingError
 from decoupled_diloco.common.fragments import Layout
-from decoupled_diloco.common.sockets import free_ports
 from decoupled_diloco.common.wire import Alive, Beat, Goodbye, Hello
 from decoupled_diloco.learner.__main__ import main
 from decoupled_diloco.learner.evaluator import main as evaluate_run
@@ -23,6 +22,7 @@ from decoupled_diloco.learner.text import load_corpus
 from decoupled_diloco.learner.transformer import Transformer
 from decoupled_diloco.monitor.report import read_evaluations
 from scripted_syncer import ScriptedSyncer, running_broker
+from transport import free_ports
 from waiting import wait_for
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)

@@ -13,9 +13,9 @@ import zmq
 from decoupled_diloco.common import sockets
 from decoupled_diloco.common.config import MESSAGE_BYTES
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.sockets import Address, Context, Uplink, Waker, free_ports, is_ipv6
+from decoupled_diloco.common.sockets import Address, Context, Uplink, Waker, is_ipv6
 from decoupled_diloco.common.wire import Alive, Beat, Hello, Message, Update, Welcome, beat_topic, encode, prefix
-from transport import BrokerChild, broker_here, context, downlink, meet, next_of, take_all, update, uplink
+from transport import BrokerChild, broker_here, context, downlink, free_ports, meet, next_of, take_all, update, uplink
 from waiting import wait_for
 
 
