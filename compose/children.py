@@ -140,7 +140,9 @@ class Family:
         return exits
 
     def pids(self) -> dict[str, int]:
-        return {name: child.pid for name, child in self.children.items() if child.pid is not None}
+        """Name -> process id of those that run now."""
+        running = self.running(self.children)
+        return {child.name: child.process.pid for child in running if child.process is not None}
 
     def running(self, names: Iterable[str]) -> list[Child]:
         """Those of `names` that run now."""

@@ -54,6 +54,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.family = Family()
+        self._told_pids: dict[str, int] = {}
         self.folder: RunFolder = self.prepared.folder
         config = self.prepared.config
         self.learners = [f"learner-{number}" for number in range(1, config.learners + 1)]
@@ -91,6 +92,7 @@ class House:
 
     def tell(self) -> None:
         """Write run.json: where everything is, for `diloco status` and for people."""
+        self._told_pids = self.family.pids()
         self.folder.write_run_map(
             {
                 "run": self.prepared.setup.settings.run,
@@ -99,7 +101,7 @@ class House:
                 "redis": redact_url(self.redis),
                 "learners_asked": self.learners,
                 "faults": self.faults,
-                "processes": self.family.pids(),
+                "processes": self._told_pids,
             }
         )
 
@@ -109,11 +111,11 @@ class House:
 
         `merged`: has anything been merged in this run? SettingError or DilocoError if going on is pointless.
         """
-        pids = self.family.pids()
-        happened = [sentence for exit_ in self.family.look(time.monotonic()) if (sentence := self._take(exit_, merged))]
-        if self.family.pids() != pids:
+        exits = self.family.look(time.monotonic())
+        happened = [self._take(exit_, merged) for exit_ in exits]
+        if exits or self.family.pids() != self._told_pids:
             self.tell()
-        return happened
+        return [sentence for sentence in happened if sentence]
 
     def _take(self, exit_: Exit, merged: bool) -> str:
         child = self.family.children[exit_.name]

@@ -45,12 +45,9 @@ def up(
             wish.at_once = house.family.kill_now
             try:
                 _serve(house, wish, console)
-            except SettingError:
-                house.stop()
-                _forget_if_never_begun(prepared)
-                raise
-            except DilocoError:
-                house.stop()
+            except DilocoError as wrong:
+                if not (isinstance(wrong, SettingError) and _forget_if_never_begun(house)):
+                    house.stop()
                 raise
             finally:
                 house.family.kill()
@@ -109,11 +106,12 @@ def _keep(house: House, wish: Wish, display: Display) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _forget_if_never_begun(prepared: Prepared) -> bool:
+def _forget_if_never_begun(house: House) -> bool:
     """A folder made for a run that could not start goes again, so that the same command works once it is mended."""
-    never_begun = prepared.fresh and not (prepared.folder.path / "global" / "version-0").exists()
+    never_begun = house.prepared.fresh and not (house.folder.path / "global" / "version-0").exists()
     if never_begun:
-        shutil.rmtree(prepared.folder.path, ignore_errors=True)
+        house.family.kill()
+        shutil.rmtree(house.folder.path, ignore_errors=True)
     return never_begun
 
 
@@ -122,7 +120,7 @@ def _show(house: House, wish: Wish, console: Console) -> int:
     told = figures(house.folder)
     if house.finished and not wish.stop:
         _results(house, console)
-    elif _forget_if_never_begun(house.prepared):
+    elif _forget_if_never_begun(house):
         console.print("stopped before anything was trained; nothing is kept")
     else:
         how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"

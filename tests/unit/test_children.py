@@ -97,6 +97,7 @@ def test_a_start_that_fails_is_tried_again(output: Path) -> None:
     assert failed.describe() == "no such file"
     assert child.due_at == FIRST_DELAY_SECONDS
     assert child.revive(1.0) is None
+    wait_for(lambda: child.look(2.0), "the second start ended")
 
 
 def test_a_stubborn_child_is_killed_at_the_deadline_and_the_others_end_well(family: Family, tmp_path: Path) -> None:
