@@ -41,16 +41,19 @@ SMALLEST_SCALE = 2.0**-100
 """Below this a block is zero: products with it would come near the subnormal numbers, which some devices flush."""
 SCALE_LIMIT = 2.0**120
 """Scales stay below this, so that no code times scale can overflow; a block beyond it counts as not finite."""
-SLAB = 2**15
-"""Elements per operation on a CPU: they fit the second-level cache, and torch does not spread fewer than 2^15 + 1 over
-a pool of threads (a link's thread must not fight with the training thread for all cores)."""
-BAND = 2**19
+SLAB = 255 * ALIGN
+"""Elements per operation on a CPU: they fit the second-level cache, and fewer than 2^15 torch does not spread over a
+pool of threads (a link's thread must not fight with the training thread for all cores)."""
+BAND = 16 * SLAB
 """Elements whose scales are computed together on a CPU, so that operations on scales do not cost more than the rest."""
 DEVICE_SLAB = 2**26
 """Both of these on an accelerator, where only the size of temporaries matters."""
 
 _SMALLEST_BITS, _LIMIT_BITS = 0x0D80, 0x7B80
 """SMALLEST_SCALE and SCALE_LIMIT as bf16; the bit patterns of positive numbers are ordered like the numbers."""
+
+_ROUNDER = 1.5 * 2.0**23
+"""f32 has no fractions beside it: a small number is rounded when it is added to this."""
 
 
 def encoded_bytes(codec: str, length: int) -> int:
@@ -105,7 +108,7 @@ def encode_step(codec: str, public: Tensor, target: Tensor) -> tuple[Tensor, Ten
     _check_pair(public, target)
     if codec == "f32":
         new = _copy_of_finite(target)
-        return new.clone().view(torch.uint8), new
+        return _copy_of_finite(new).view(torch.uint8), new
     payload = _encode(codec, target, public)
     return payload, _stepped(codec, public, payload)
 
@@ -117,7 +120,7 @@ def apply_step(codec: str, public: Tensor, payload: Buffer) -> Tensor:
     Malformed as in `decode_delta`, and ("nonfinite") if a sum overflows.
     """
     received = _checked(codec, len(public), payload, public.device)
-    return received.view(torch.float32).clone() if codec == "f32" else _stepped(codec, public, received)
+    return _copy_of_finite(received.view(torch.float32)) if codec == "f32" else _stepped(codec, public, received)
 
 
 def digest(vector: Buffer) -> str:
@@ -151,8 +154,16 @@ def block_scales(tops: Tensor, levels: int) -> Tensor:
 
 
 def block_codes(blocks: Tensor, inverse: Tensor) -> Tensor:
-    """The int8 codes of an f32 matrix whose rows are blocks (overwritten); inverse: one column, 1 / scale, 0 for 0."""
-    return blocks.mul_(inverse).round_().to(torch.int8)
+    """The int8 codes of an f32 matrix whose rows are blocks (overwritten); inverse: one column, 1 / scale, 0 for 0.
+
+    Rounded to the nearest, ties to even.
+    """
+    blocks.mul_(inverse)
+    if blocks.device.type == "cpu":
+        blocks.add_(_ROUNDER).sub_(_ROUNDER)  # the same as round_(), which would start a pool of threads
+    else:
+        blocks.round_()  # a sum could be fused with the product there, and then rounds once where others round twice
+    return blocks.to(torch.int8)
 
 
 def inverse_scales(scales: Tensor) -> Tensor:
@@ -294,9 +305,11 @@ def _bytes_of(vector: Buffer) -> memoryview:
 
 def _check_scales(bits: Tensor) -> None:
     """Malformed unless each is zero or a number from SMALLEST_SCALE to below SCALE_LIMIT, without a sign bit."""
-    fine = (bits == 0) | ((bits >= _SMALLEST_BITS) & (bits < _LIMIT_BITS))
-    if not fine.all():
-        raise Malformed("scale", f"a block's scale is {bits[~fine].view(torch.bfloat16)[0].item()}")
+    for part in slabs(bits):
+        some = bits[part]
+        fine = (some == 0) | ((some >= _SMALLEST_BITS) & (some < _LIMIT_BITS))
+        if not fine.all():
+            raise Malformed("scale", f"a block's scale is {some[~fine].view(torch.bfloat16)[0].item()}")
 
 
 def _check_finite(values: Tensor) -> None:
@@ -306,9 +319,10 @@ def _check_finite(values: Tensor) -> None:
 
 
 def _copy_of_finite(vector: Tensor) -> Tensor:
+    copy = torch.empty_like(vector)
     for part in slabs(vector):
-        _check_finite(vector[part])
-    return vector.clone()
+        _check_finite(copy[part].copy_(vector[part]))
+    return copy
 
 
 def _check_pair(first: Tensor, second: Tensor) -> None:

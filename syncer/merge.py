@@ -80,7 +80,12 @@ def _combine(out: Tensor, views: Sequence[Tensor], factors: Sequence[float]) -> 
 
 def norm(vector: Tensor) -> float:
     """Euclidean norm of a flat vector, right for every finite f32 value, however large or small."""
-    squares = math.fsum(float(torch.dot(vector[part], vector[part])) for part in slabs(vector))
-    if vector.dtype == torch.float32 and not 1e-24 < squares < math.inf:  # squares left the range of f32
-        squares = math.fsum(float(wide.dot(wide)) for wide in (vector[part].double() for part in slabs(vector)))
-    return math.sqrt(squares)
+    length = _norm(vector, vector.dtype)
+    if vector.dtype == torch.float32 and not 1e-12 < length < math.inf:  # the squares left the range of f32
+        length = _norm(vector, torch.float64)
+    return length
+
+
+def _norm(vector: Tensor, dtype: torch.dtype) -> float:
+    """With squares and their sums in `dtype`, a slab at a time."""
+    return math.hypot(*(float(torch.linalg.vector_norm(vector[part], dtype=dtype)) for part in slabs(vector)))

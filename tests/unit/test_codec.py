@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -281,7 +284,7 @@ def compiler(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.filterwarnings("default")  # what torch's compiler warns of is not ours
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is not ours
 def test_compiled_and_fused_code_gives_the_same_bits() -> None:
     def quantize(public: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks = (target - public).view(-1, ALIGN)
@@ -408,6 +411,33 @@ def test_a_payload_of_another_size_is_refused(codec: str) -> None:
     for wrong in (b"", payload[:-1], payload + b"\0", payload * 2):
         refused(codec, 3 * ALIGN, wrong, "size")
     refused(codec, 0, payload, "size")
+
+
+@pytest.mark.parametrize("codec", QUANTIZED)
+def test_values_between_two_codes_go_to_the_nearer_one_and_ties_to_the_even_one(codec: str) -> None:
+    levels = reference.LEVELS[codec]
+    values = torch.zeros(ALIGN)
+    values[:8] = torch.tensor([levels, 0.5, 1.5, 2.5, -0.5, -1.5, 1.4999, -3.5001])
+    assert carried(codec, values)[1][:8].tolist() == [levels, 0, 2, 2, 0, -2, 1, -4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts a process's threads in /proc")
+def test_encoding_and_decoding_start_no_threads_beside_those_that_train(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(
+        "import os, numpy, torch\n"
+        "from decoupled_diloco.common import codec\n"
+        "torch.set_num_threads(4)\n"
+        "vector = torch.from_numpy(numpy.ones(5 * 2**20, dtype=numpy.float32))\n"
+        "count = lambda: len(os.listdir('/proc/self/task'))\n"
+        "before = count()\n"
+        "for name in ('f32', 'bf16', 'int8', 'int4'):\n"
+        "    codec.decode_delta(name, vector, codec.encode_delta(name, vector, vector))\n"
+        "    codec.apply_step(name, vector, codec.encode_step(name, vector, vector)[0])\n"
+        "print(count() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-P", script], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")
 
 
 def test_a_payload_may_be_a_tensor_as_well_as_bytes() -> None:
