@@ -29,12 +29,12 @@ class Teller:
         self._told: dict[tuple[str, str], float] = {}
         self._began_at = time.time()
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         """One event, one log line, one entry of the stream."""
         self.log.info(kind, **fields)
         self.registry.event(kind, **fields)
 
-    def warn(self, kind: str, **fields: Any) -> None:
+    def warn(self, kind: str, /, **fields: Any) -> None:
         self.log.warning(kind, **fields)
         self.registry.event(kind, **fields)
 
