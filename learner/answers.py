@@ -30,8 +30,8 @@ class Answer:
 
 def encode_answer(me: Identity, fragment: Fragment, codec: str, capture: Capture) -> list[Delta]:
     """The chunks of the delta in a capture, once its copy has arrived. Malformed ("nonfinite") if a value is not."""
-    if capture.ready is not None:
-        capture.ready.synchronize()
+    for event in capture.ready:
+        event.synchronize()
     call, theta = capture.call, capture.theta[: fragment.length]
     close_holes(fragment, theta)
     payload = encode_delta(codec, anchor(fragment, capture.public), theta)

@@ -17,6 +17,7 @@ from ..common.wire import Beat, Call, Delta, Fetch, Goodbye, Keyframe, Message, 
 from .answers import Answer, Answers, encode_answer
 from .books import Mark
 from .desk import Arrival, Capture, Desk, Joined
+from .discover import other_version
 from .follower import Follower, Public
 from .identity import Identity
 from .reports import Traffic, alive, goodbye
@@ -289,6 +290,8 @@ class Conversation:
             yield from self._alives(now, self.follower, traffic)
         if self.phase is Phase.FOLLOWING and self.follower is not None:
             for request in self.follower.requests(now):
+                if not self._gathering:
+                    log.info("gap", fragment=request.fragment, version=request.version, fetches=request.what)
                 yield Fetch(
                     run=self.me.run, name=self.me.name, incarnation=self.me.incarnation, epoch=self.epoch,
                     what=request.what, fragment=request.fragment, version=request.version, chunks=request.chunks,
@@ -308,7 +311,7 @@ class Conversation:
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
         if self._beat is None:
-            self.desk.waits_for = "a beat of the syncer"
+            self.desk.waits_for = "a beat of the syncer" + other_version(self.rejected)
         elif not (bulk_proven and self._bulk_heard):
             self.desk.waits_for = "its path for bulk messages to be open"
         elif self._is_due("hello", now, 2 * HELLO_SECONDS if self.seeding.chosen else HELLO_SECONDS):

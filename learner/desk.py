@@ -59,7 +59,8 @@ class Capture:
     """Flat f32 host buffer, holes undefined."""
     since: Mark
     until: Mark
-    ready: torch.cuda.Event | None
+    ready: tuple[torch.cuda.Event, ...]
+    """To be waited for before `theta` is read."""
     reusable: bool
     """The link gives the buffer back when it has encoded it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import zmq
 
@@ -46,6 +47,7 @@ def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float) 
     start = time.monotonic()
     until, said_at = start + timeout_seconds, start
     heard: dict[str, Beat] = {}
+    rejected = downlink.rejected
     while (now := time.monotonic()) < until:
         downlink.socket.poll(100)
         while (message := downlink.receive()) is not None:
@@ -58,13 +60,23 @@ def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float) 
                     heard[message.run] = message
         if not heard and now - said_at >= SAY_SECONDS:
             said_at = now
-            log.info("waiting", waits_for=_missing(run), address=address, seconds=round(now - start))
+            log.info(
+                "waiting",
+                waits_for=_missing(run) + other_version(rejected),
+                address=address,
+                seconds=round(now - start),
+            )
     if not heard:
         raise PeerLost(
-            f"{_missing(run)} was not heard at {address} for {timeout_seconds:g} s; "
+            f"{_missing(run)}{other_version(rejected)} was not heard at {address} for {timeout_seconds:g} s; "
             "are the broker and the syncer running, and is the address right?"
         )
     return heard
+
+
+def other_version(rejected: Counter[str]) -> str:
+    """A hint for whoever waits in vain, if what was heard is of another version of this package."""
+    return " (only one of another version is heard: install the same on both sides)" if rejected["protocol"] else ""
 
 
 def _missing(run: str) -> str:

@@ -112,11 +112,10 @@ class Follower:
     def __init__(self, plan: Plan, codec_down: str, epoch: int, static_bytes: int = 0) -> None:
         self.plan, self.codec, self.epoch = plan, codec_down, epoch
         self.static: bytes | None = None if static_bytes else b""
-        self.repaired = 0
-        """Keyframes and missing chunks of updates that were asked for after everything had been complete once."""
         self._tracks = [_Track(f.index, f.length * 4, f) for f in plan.fragments]
         self._static = _Track(plan.static_index, static_bytes, None, wants_keyframe=bool(static_bytes))
-        self._was_complete = False
+        self._unsettled = {track.index for track in self._all() if track.wants_keyframe}
+        """Of which something is missing; only these are looked through when requests are due."""
 
     # --- what is held ------------------------------------------------------------------------------------------------
     @property
@@ -130,7 +129,7 @@ class Follower:
 
     @property
     def wants_keyframes(self) -> bool:
-        return any(track.wants_keyframe for track in self._all())
+        return any(track.wants_keyframe for track in self._missing())
 
     def whole(self) -> list[Public]:
         """All fragments; to be called when `complete`."""
@@ -153,13 +152,14 @@ class Follower:
             if not track.behind:
                 track.quiet_since = now
             track.latest = version
+            self._unsettled.add(track.index)
 
     def want_all(self) -> None:
         """Drop what is held and ask for every fragment anew (a reset)."""
         for track in self._tracks:
             track.held = None
             track.updates.clear()
-            track.want_keyframe(track.latest)
+            self._want_keyframe(track, track.latest)
 
     def want_final(self, versions: Sequence[int]) -> None:
         """The run is over: ask for each fragment that is not held at its final version."""
@@ -169,7 +169,7 @@ class Follower:
             track.latest = max(track.latest, version)
             at = -1 if track.held is None else track.held.version
             if at != version and not (track.wants_keyframe and track.floor == version):
-                track.want_keyframe(version)
+                self._want_keyframe(track, version)
 
     # --- what arrives ------------------------------------------------------------------------------------------------
     def take_update(self, message: Update, now: float) -> Public | None:
@@ -199,7 +199,7 @@ class Follower:
         """Take a chunk of a keyframe that is wanted; the fragment's new public state when it is complete."""
         if message.epoch != self.epoch or message.fragment > len(self._tracks):
             return None
-        track = self._all()[message.fragment]
+        track = self._tracks[message.fragment] if message.fragment < len(self._tracks) else self._static
         if not track.wants_keyframe or message.version < track.floor:
             return None
         if message.size != track.keyframe_bytes:
@@ -265,7 +265,7 @@ class Follower:
             if digest(vector) != update.digest:
                 raise Malformed("digest", f"update {update.version} of fragment {track.index}")
         except Malformed:
-            track.want_keyframe(update.version)
+            self._want_keyframe(track, update.version)
             raise
         track.held = Public(update.version, vector, update.digest, update.contributors)
         return track.held
@@ -273,11 +273,11 @@ class Follower:
     # --- what to ask for ---------------------------------------------------------------------------------------------
     def requests(self, now: float) -> Iterator[Request]:
         """What to ask for now, within the window of chunks that may be in flight. Each is to be sent at once."""
-        self._was_complete |= self.complete
-        for track in self._all():
+        missing_of = self._missing()
+        for track in missing_of:
             self._expire(track, now)
-        room = FETCH_WINDOW - sum(len(track.asked) for track in self._all())
-        for track in self._all():
+        room = FETCH_WINDOW - sum(len(track.asked) for track in missing_of)
+        for track in missing_of:
             if room <= 0:
                 return
             what, version, missing = self._lacking(track, now)
@@ -288,7 +288,6 @@ class Follower:
                 track.asked_at = now
                 if track.keyframe is None:
                     track.floor = max(track.floor, version)
-                self.repaired += self._was_complete
                 yield Request(what, track.index, version, chunks)
 
     def _expire(self, track: _Track, now: float) -> None:
@@ -308,12 +307,23 @@ class Follower:
                 size = encoded_bytes(self.codec, self.plan.fragments[track.index].length)
                 missing = set(range(chunk_count(size))) if incoming is None else incoming.assembly.missing
                 return "update", track.latest, missing
-            track.want_keyframe(track.latest)
+            self._want_keyframe(track, track.latest)
         if not track.wants_keyframe:
             return "keyframe", 0, set()
         every = set(range(chunk_count(track.keyframe_bytes)))
         missing = every if track.keyframe is None else track.keyframe.assembly.missing
         return "keyframe", max(track.floor, track.latest), missing
+
+    def _want_keyframe(self, track: _Track, floor: int) -> None:
+        track.want_keyframe(floor)
+        self._unsettled.add(track.index)
+
+    def _missing(self) -> list[_Track]:
+        """Tracks of which something is missing, in order."""
+        tracks = [self._tracks[p] if p < len(self._tracks) else self._static for p in sorted(self._unsettled)]
+        settled = {t.index for t in tracks if not t.wants_keyframe and (t.held is None or not t.behind)}
+        self._unsettled -= settled
+        return [track for track in tracks if track.index not in settled]
 
     def _all(self) -> list[_Track]:
         return [*self._tracks, self._static]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..common.errors import SettingError
 from .inventory import Optimizers, as_list
+from .replica import cuda_event
 
 SAMPLE = 1024
 """Elements of a fragment's largest tensor that the check of adoption looks at."""
@@ -49,8 +50,7 @@ class LossWatch:
         if len(self._pending) < PENDING_LOSSES:
             host = torch.empty((), dtype=torch.float32, pin_memory=True)
             host.copy_(loss, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event = cuda_event(loss.device)
             self._pending.append((event, host))
 
     def _arrived(self) -> bool:

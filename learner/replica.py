@@ -39,6 +39,13 @@ def anchor(fragment: Fragment, public: Tensor) -> Tensor:
     return out
 
 
+def cuda_event(device: torch.device) -> torch.cuda.Event:
+    """An event behind all that this thread has queued on `device` so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class Replica:
     """The tensors of one model, reached by the fragments of `plan`.
 
@@ -62,27 +69,24 @@ class Replica:
         return [entry.source.detach() for entry in self.entries(fragment)]
 
     @cached_property
-    def on_accelerator(self) -> bool:
+    def on_cuda(self) -> bool:
         return any(entry.source.is_cuda for entry in self._entries.values())
 
     # --- out of the model --------------------------------------------------------------------------------------------
     def new_buffer(self, length: int) -> Tensor:
-        """Host memory for a flat vector; pinned where the model is on an accelerator. Contents arbitrary."""
-        return torch.empty(length, dtype=torch.float32, pin_memory=self.on_accelerator)
+        """Host memory for a flat vector; pinned where the model is on a CUDA device. Contents arbitrary."""
+        return torch.empty(length, dtype=torch.float32, pin_memory=self.on_cuda)
 
     @torch.no_grad()
-    def capture(self, fragment: Fragment, out: Tensor) -> torch.cuda.Event | None:
+    def capture(self, fragment: Fragment, out: Tensor) -> tuple[torch.cuda.Event, ...]:
         """Copy the fragment into the host buffer `out` (flat f32; its holes are left as they are).
 
-        On an accelerator the copy is only queued, ahead of the next inner step: wait for the returned event, in
+        On a CUDA device the copy is only queued, ahead of the next inner step: wait for the returned events, in
         another thread, before reading `out`.
         """
-        torch._foreach_copy_(views(fragment, out), self.sources(fragment), non_blocking=True)
-        if not self.on_accelerator:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        sources = self.sources(fragment)
+        torch._foreach_copy_(views(fragment, out), sources, non_blocking=self.on_cuda)
+        return tuple(cuda_event(device) for device in {source.device for source in sources if source.is_cuda})
 
     def vector(self, fragment: Fragment) -> Tensor:
         """The fragment as it is now, as a new flat f32 vector in host memory, holes zero. Waits for the device."""
@@ -104,22 +108,22 @@ class Replica:
         for new, old, now in zip(
             views(fragment, public), views(fragment, captured), self.sources(fragment), strict=True
         ):
-            since = now.float() - old.to(now.device, non_blocking=True)
-            values.append(since.add_(new.to(now.device, non_blocking=True)))
+            since = now.float() - old.to(now.device, non_blocking=self.on_cuda)
+            values.append(since.add_(new.to(now.device, non_blocking=self.on_cuda)))
         self._write(fragment, values)
 
     @torch.no_grad()
     def mix(self, fragment: Fragment, public: Tensor, alpha: float) -> None:
         """theta <- alpha theta + (1 - alpha) Theta (paper D.1; Streaming DiLoCo's blend)."""
         values = [
-            now.float() * alpha + new.to(now.device, non_blocking=True) * (1 - alpha)
+            now.float() * alpha + new.to(now.device, non_blocking=self.on_cuda) * (1 - alpha)
             for new, now in zip(views(fragment, public), self.sources(fragment), strict=True)
         ]
         self._write(fragment, values)
 
     def _write(self, fragment: Fragment, values: Sequence[Tensor]) -> None:
         entries = self.entries(fragment)
-        torch._foreach_copy_(self.sources(fragment), list(values), non_blocking=True)
+        torch._foreach_copy_(self.sources(fragment), list(values), non_blocking=self.on_cuda)
         followers = [entry for entry in entries if entry.master is not None]
         if followers:
             sources = [entry.source.detach() for entry in followers]

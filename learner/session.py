@@ -22,9 +22,9 @@ from ..common.log import get_logger
 from ..common.wire import MAX_COUNT, Call
 from .books import Books, Mark
 from .conversation import HURRY_SECONDS, LEAVE_SECONDS
-from .desk import Arrival, Boundary, Capture, Counters, Desk, Joined
+from .desk import Boundary, Counters, Desk, Joined
 from .discover import discover
-from .follower import Public
+from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
 from .identity import default_name, identify
 from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
@@ -113,24 +113,19 @@ class Session:
         """The run is over, and the model holds the final global weights."""
         self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
         self._books = Books(link.me.pair, joined.plan.P)
+        self._exchange = Exchange(link.desk, joined, replica, self._books)
         self._losses = LossWatch()
-        self._public: list[Public] = list(joined.whole)
-        self._captures: dict[int, Capture] = {}
         self._without_moments = joined.t > 0 and not any(o.state for o in as_list(optimizer))
         self._resetting = False
         self._reset_at: int | None = None
         self._closed = False
         self._looking = False
-        self._versions: tuple[int, tuple[int, ...]] = (joined.epoch, ())
-        replica.load_static(joined.static)
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
         self._stick: StickCheck | None = StickCheck(replica.source(largest))
-        for fragment, public in zip(self.plan.fragments, joined.whole, strict=True):
-            replica.overwrite(fragment, public.vector)
-            self._books.adopted(fragment.index, joined.epoch, public.version)
+        self._exchange.begin(joined)
         self._stick.adopted()
         self._pace = Pace(time.monotonic())
-        self._report(joined.epoch)
+        self._report()
         self._conclude(self._desk.boundary())
 
     # --- what a training loop calls ----------------------------------------------------------------------------------
@@ -163,8 +158,7 @@ class Session:
             if not fine and not was_resetting:
                 self._not_finite()
             self._report()
-            if not self._resetting:
-                self._answer(waits.calls)
+            self._answer(waits.calls)
         self._pace.leave(time.monotonic())
         return not self.finished
 
@@ -191,7 +185,7 @@ class Session:
     @property
     def versions(self) -> tuple[int, ...]:
         """The adopted version of each fragment."""
-        return tuple(public.version for public in self._public)
+        return tuple(public.version for public in self._exchange.public)
 
     @contextmanager
     def global_weights(self) -> Iterator[tuple[int, ...]]:
@@ -227,7 +221,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if reason == "left" and not self.finished and not self._resetting:
+        if reason == "left" and not self.finished:
             waits = self._desk.boundary()
             if waits.failure is None and waits.final is None:
                 self._answer(waits.calls)
@@ -254,63 +248,22 @@ class Session:
     # --- at a step boundary ------------------------------------------------------------------------------------------
     def _conclude(self, waits: Boundary) -> bool:
         """Take the final model, if it is here: then True."""
-        if waits.final is None:
-            return False
-        for fragment, public in zip(self.plan.fragments, waits.final, strict=True):
-            self._replica.overwrite(fragment, public.vector)
-        self._public = list(waits.final)
-        self.finished = True
-        return True
+        if waits.final is not None:
+            self._exchange.conclude(waits.final)
+            self.finished = True
+        return self.finished
 
     def _adopt(self, waits: Boundary) -> None:
-        for arrival in waits.arrivals:
-            self._adopt_one(arrival, "overwrite" if waits.reset else self.settings.adopt)
-        if waits.reset:
-            self._captures.clear()
-            if self._resetting:
-                self._resetting, self._reset_at = False, self._books.now.steps
-                healed = heal_moments(self._optimizer)
-                self._losses.forget_pending()
-                log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
-        if waits.arrivals:
-            self._versions = (waits.arrivals[-1].epoch, self._books.versions(waits.arrivals[-1].epoch))
-
-    def _adopt_one(self, arrival: Arrival, how: str) -> None:
-        fragment, vector = self.plan.fragments[arrival.fragment], arrival.public.vector
-        capture = self._captures.pop(arrival.fragment, None)
-        since: Mark | None = None
-        if how == "rebase" and capture is not None and arrival.own == capture.until:
-            self._replica.rebase(fragment, vector, capture.theta)
-            since = capture.until
-        elif how == "mix":
-            self._replica.mix(fragment, vector, self.settings.mix_alpha)
-        else:
-            self._replica.overwrite(fragment, vector)
-        self._public[arrival.fragment] = arrival.public
-        self._books.adopted(arrival.fragment, arrival.epoch, arrival.public.version, since)
+        self._exchange.adopt(waits.arrivals, reset=waits.reset)
+        if waits.reset and self._resetting:
+            self._resetting, self._reset_at = False, self.local_steps
+            healed = heal_moments(self._optimizer)
+            self._losses.forget_pending()
+            log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
 
     def _answer(self, calls: tuple[Call, ...]) -> None:
-        """Copy the fragment of each call that may be answered now, and leave the rest to the link."""
-        captured = False
-        for call in calls:
-            if self._books.may_answer(call):
-                self._capture(call)
-                captured = True
-        if captured:
+        if not self._resetting and self._exchange.answer(calls):
             self._link.wake()
-
-    def _capture(self, call: Call) -> None:
-        fragment, public = self.plan.fragments[call.fragment], self._public[call.fragment]
-        theta = self._desk.spare_buffer(fragment.length, keep=self.settings.overlap + 1)
-        if theta is None:
-            theta = self._replica.new_buffer(fragment.length)
-        ready = self._replica.capture(fragment, theta)
-        since, until = self._books.captured(call)
-        rebase = self.settings.adopt == "rebase"
-        capture = Capture(call, public.version, public.vector, theta, since, until, ready, reusable=not rebase)
-        if rebase:
-            self._captures[call.fragment] = capture
-        self._desk.hand_over(capture)
 
     # --- what may go wrong -------------------------------------------------------------------------------------------
     def _not_finite(self) -> None:
@@ -357,10 +310,8 @@ class Session:
             raise Orphaned(f"{failure}; its parameters are in {path}")
         raise failure
 
-    def _report(self, epoch: int | None = None) -> None:
+    def _report(self) -> None:
         pace = self._pace
-        if epoch is not None:
-            self._versions = (epoch, self._books.versions(epoch))
         self._desk.counters = Counters(
             books=self._books.now,
             step_seconds=pace.step_seconds,
@@ -369,8 +320,8 @@ class Session:
             session_seconds=pace.session_seconds,
             started_at=pace.started_at,
             loss=self._losses.value,
-            versions=self._versions[1],
-            versions_epoch=self._versions[0],
+            versions=self._exchange.reported[1],
+            versions_epoch=self._exchange.reported[0],
         )
 
 

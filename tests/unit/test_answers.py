@@ -96,7 +96,7 @@ def test_an_answer_measures_from_the_public_model_through_the_parameters_dtype()
     public[:150] = torch.randn(150)
     theta = torch.full((FRAGMENT.length + 50,), float("nan"))
     theta[:150] = public[:150].bfloat16().float() - 0.5
-    capture = Capture(call(), 3, public, theta, Mark(1, 10), Mark(4, 40), None, reusable=True)
+    capture = Capture(call(), 3, public, theta, Mark(1, 10), Mark(4, 40), (), reusable=True)
     deltas = encode_answer(ME, FRAGMENT, "bf16", capture)
     assert [(d.tokens_from, d.tokens_to, d.steps_from, d.steps_to) for d in deltas] == [(10, 40, 1, 4)]
     assert isinstance(deltas[0], Delta)
@@ -108,6 +108,6 @@ def test_an_answer_measures_from_the_public_model_through_the_parameters_dtype()
 def test_an_answer_that_is_not_finite_is_not_made() -> None:
     theta = torch.zeros(FRAGMENT.length)
     theta[3] = float("nan")
-    capture = Capture(call(), 3, torch.zeros(FRAGMENT.length), theta, Mark(), Mark(1, 1), None, reusable=True)
+    capture = Capture(call(), 3, torch.zeros(FRAGMENT.length), theta, Mark(), Mark(1, 1), (), reusable=True)
     with pytest.raises(Malformed, match="nonfinite"):
         encode_answer(ME, FRAGMENT, "int4", capture)
