@@ -27,6 +27,7 @@ log = get_logger("up")
 
 LOOK_SECONDS = 0.1
 SHOW_SECONDS = 1.0
+RESULTS = ("model.safetensors", "loss.png", "metrics.csv", "summary.json", "logs", "global")
 
 
 def up(
@@ -71,6 +72,7 @@ def _serve(house: House, wish: Wish, console: Console) -> None:
     try:
         _keep(house, wish, display)
         if house.finished:
+            display.note("all steps are done; the final model is judged")
             house.finish(hurry=lambda: wish.stop)
         else:
             display.note("stopping: the open round is finished and saved (Ctrl-C again ends at once)")
@@ -137,5 +139,5 @@ def _results(house: House, console: Console) -> None:
     console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
     console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
     console.rule(style="dim")
-    files = ", ".join(path.name for path in sorted(folder.path.iterdir()) if path.is_file())
+    files = ", ".join(name for name in RESULTS if (folder.path / name).exists())
     console.print(f"in {folder.name}: {files}", markup=False, highlight=False, soft_wrap=True)

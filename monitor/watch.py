@@ -40,17 +40,22 @@ class LiveDisplay:
     """A picture that is drawn anew in its place."""
 
     def __init__(self, console: Console) -> None:
+        self._picture: RenderableType = Text("starting")
         self._notes: list[str] = []
-        self._live = Live(Text("starting"), console=console, auto_refresh=False)
+        self._live = Live(self._picture, console=console, auto_refresh=False)
         self._live.start()
 
     def show(self, now: Now) -> None:
-        notes = [Text(note, "yellow") for note in self._notes]
-        self._live.update(Group(picture(now), *notes), refresh=True)
+        self._picture = picture(now)
+        self._draw()
 
     def note(self, sentence: str) -> None:
         clock = time.strftime("%H:%M:%S")
         self._notes = [*self._notes, f"{clock} {sentence}"][-NOTES:]
+        self._draw()
+
+    def _draw(self) -> None:
+        self._live.update(Group(self._picture, *(Text(note, "yellow") for note in self._notes)), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -110,12 +115,14 @@ def line(now: Now) -> str:
 
 def picture(now: Now) -> RenderableType:
     """The run as a bar, one line of figures, and its learners."""
+    if not now.steps:
+        return Text(f"{now.run} is starting")
     figures = now.figures_so_far
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         Text(now.run, "bold"),
         ProgressBar(total=max(1, now.steps), completed=now.t, width=30),
-        f"step {now.t}/{now.steps or '?'}",
+        f"step {now.t}/{now.steps}",
         Text(now.state, "cyan"),
         "" if now.state in OVER else f"{duration(now.seconds_left)} left",
     )
@@ -127,7 +134,7 @@ def picture(now: Now) -> RenderableType:
     )  # fmt: skip
     below = "met" if now.state in OVER else figures.get("quorum_state", "met")
     warnings = [Text(text, "yellow") for text in (now.trouble, "" if below == "met" else f"quorum: {below}") if text]
-    return Group(bar, row, *warnings, _learners(now))
+    return Group(bar, row, *warnings, *([_learners(now)] if now.learners else []))
 
 
 def table(now: Now) -> RenderableType:
