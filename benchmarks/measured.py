@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,6 @@ def read_process(pid: int) -> Sample | None:
 
 
 def _first_merge(folder: Path, began: float) -> float | None:
-    from datetime import datetime
-
     with (folder / "logs" / "syncer.jsonl").open() as lines:
         for line in lines:
             row = json.loads(line)
