@@ -219,7 +219,7 @@ def numeric(host: str) -> str:
     """`host` as an IP address (a broker binds to an interface, not to a name); IPv4 if it has both kinds."""
     try:
         found = network.getaddrinfo(host, None, type=network.SOCK_STREAM)
-    except OSError as cause:
+    except (OSError, UnicodeError) as cause:
         raise SettingError(f"--host {host} is no address of this machine: {cause}") from cause
     found.sort(key=lambda entry: entry[0] != network.AF_INET)
     return str(found[0][4][0])

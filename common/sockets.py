@@ -39,7 +39,8 @@ SENDERS_REMEMBERED = 65_536
 REJECTED_A_CALL = 64
 """`Downlink.receive` skips so many malformed messages at a time, so that a flood of them cannot hold its caller."""
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"
-HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST_PATTERN = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(\.{LABEL})*")
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------

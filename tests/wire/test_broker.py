@@ -360,7 +360,7 @@ def test_a_second_broker_on_the_same_ports_is_refused_and_the_first_goes_on(hous
 
 
 def test_a_host_that_is_not_ours_is_refused_in_one_sentence() -> None:
-    for host in ("192.0.2.1", "no such host", "host.invalid"):
+    for host in ("192.0.2.1", "no such host", "host.invalid", "a" * 64, ""):
         with pytest.raises(SettingError, match="--host") as caught:
             Broker(BrokerConfig(host=host, port=free_ports(), insecure=True)).start()
         assert "\n" not in str(caught.value)

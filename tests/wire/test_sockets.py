@@ -63,6 +63,7 @@ def test_one_address_names_four_ports(text: str, bulk_out: str) -> None:
         "tcp://broker:0", "tcp://broker:65533", "tcp://broker:99999", "tcp://broker:-1", "http://broker:5550",
         "tcp://broker:5550/", "tcp://broker:5550/run", "tcp://me@broker:5550", "tcp://a b:5550", "tcp://*:5550",
         "tcp://::1:5550", "tcp://[::1:5550", "tcp://[nine]:5550", "tcp://broker:5550\n", " tcp://broker:5550",
+        "tcp://a..b:5550", "tcp://-a:5550", f"tcp://{'a' * 64}:5550", f"tcp://{'a.' * 200}a:5550",
         "tcp://bro\nker:5550", "tcp://broker;eth0:5550", "ipc:///tmp/x", "tcp://broker:5550?x=1", "tcp://broker:5550#x",
     ],
 )  # fmt: skip
@@ -87,6 +88,25 @@ def test_the_first_message_of_each_of_twenty_fresh_uplinks_arrives_even_if_its_s
         arrived: list[Message] = []
         wait_for(lambda: len(take_all(down, arrived)) >= 20, "the first message of each is there")
         assert [message.name for message in arrived] == [f"n{i}" for i in range(20)]  # type: ignore[attr-defined]
+
+
+def test_what_was_sent_just_before_closing_still_goes_out() -> None:
+    with BrokerChild() as broker, context() as made:
+        down = downlink(made, broker.address.bulk_out, prefix("run", "fragment"))
+        own: Context = zmq.Context()
+        link = uplink(own, broker.address.bulk_in)
+        meet(link, down, update())
+        broker.stop_in_its_tracks()  # so that much of it still waits in the uplink when that is closed
+        for slot in range(24):
+            assert link.send(update(slot=slot, payload=bytes(2**20)))
+        link.close()
+        closing = threading.Thread(target=own.term, daemon=True)
+        closing.start()
+        broker.go_on()
+        arrived: list[Message] = []
+        wait_for(lambda: len(take_all(down, arrived)) >= 24, "all of it arrives")
+        closing.join(30)
+        assert not closing.is_alive()
 
 
 def test_nothing_is_sent_or_numbered_while_no_broker_listens() -> None:
