@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..common.config import BEAT_SECONDS
@@ -242,6 +243,8 @@ class Syncer:
 
     def _end(self) -> None:
         served, parts, saved = self.current.served, self.parts, True
+        if self.current.phase != "finished":
+            self._last_beat()
         if served is not None:
             if self.current.phase == "finished":
                 served.rounds.ledger.close_all()
@@ -260,6 +263,12 @@ class Syncer:
             error = parts.writer.last_error or "see the log"
             where = parts.config.directory
             raise SaveFailed(f"the end of the run could not be saved into {where}: {error}")
+
+    def _last_beat(self) -> None:
+        """No call is open any more: whoever leaves now need not wait for its answers to be taken."""
+        self.current.phase = "stopping"
+        last = replace(self._beat_message(self.parts.clock.now()), calls=())
+        self.parts.lines.send(last, Plane.CONTROL)
 
     def _export(self, served: Served) -> None:
         """model.safetensors and summary.json, in the run's folder. SettingError or OSError if that fails."""

@@ -349,3 +349,12 @@ def test_a_run_ends_with_one_last_round_of_every_fragment_and_books_without_pend
         assert total.reported == total.merged + total.lost
         assert (house.directory / "model.safetensors").is_file()
         assert (house.directory / "summary.json").is_file()
+
+
+def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_waits_for_it(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.join()
+    a.call()
+    house.stop()
+    last = a.wait(Beat, lambda beat: beat.state == "stopping" and not beat.calls)
+    assert last.versions == tuple(versions(house))
