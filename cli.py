@@ -5,11 +5,13 @@ Errors are one sentence on standard error; the exit code is the error's own (com
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -211,11 +213,18 @@ def report(run: str) -> int:
     return show_report(find(run))
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command and end the process with its exit code."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    sys.exit(run_command(arguments))
+    code = run_command(arguments)
+    # All that matters is written, closed and joined by now. The interpreter would take torch's modules apart one by
+    # one, for a second of CPU: too much where all processes of a run end together and somebody waits for them.
+    atexit._run_exitfuncs()  # noqa: SLF001 the only public way to them is the slow one
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # who read has gone
+            stream.flush()
+    os._exit(code)
 
 
 def run_command(arguments: list[str] | None = None) -> int:
