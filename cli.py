@@ -17,7 +17,7 @@ import click
 
 from .common.config import BrokerConfig, LearnerConfig, RunSettings, TaskSettings
 from .common.errors import DilocoError
-from .compose.options import explicit, made_of, options_of
+from .compose.options import ENVIRONMENT, explicit, made_of, options_of
 from .compose.settings import UpConfig
 
 BROKER = click.option(
@@ -30,7 +30,10 @@ THREADS = click.option(
     "--threads", type=int, default=0, show_default=True, help="Threads to compute with. 0 = all cores."
 )
 REDIS = click.option(
-    "--redis", envvar="DILOCO_REDIS", help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none."
+    "--redis",
+    envvar=ENVIRONMENT["redis"],
+    show_envvar=True,
+    help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none.",
 )
 RUN_ARGUMENT = click.argument("run", metavar="[RUN]", default="")
 

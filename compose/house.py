@@ -14,6 +14,7 @@ from ..common.log import get_logger
 from ..common.registry import redact_url
 from ..monitor.folder import RunFolder
 from .children import Exit, Family, spawn
+from .options import ENVIRONMENT
 from .prepare import Prepared
 from .store import EmbeddedStore
 
@@ -87,7 +88,7 @@ class House:
         kind = "learner" if name in self.learners else name
         own = ["--parent", str(os.getpid()), "--log-file", str(self.folder.log(name))]
         command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", *own, kind, *arguments]
-        environment = {"DILOCO_REDIS": self.redis} if kind == "syncer" else {}
+        environment = {ENVIRONMENT["redis"]: self.redis} if kind == "syncer" else {}
         self.family.add(name, lambda: spawn(command, self.folder.stderr(name), threads, environment))
 
     def tell(self) -> None:

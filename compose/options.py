@@ -25,6 +25,8 @@ FLAGS = {
     "as_json": "--json",
 }
 """Fields whose option is not simply their name with dashes."""
+ENVIRONMENT = {"redis": "DILOCO_REDIS"}
+"""Fields that may also come from the environment: a password in it is not shown by `ps`."""
 
 
 def options_of(
@@ -70,6 +72,8 @@ def _option(settings: type[Any], name: str, shown: str | bool) -> Callable[[Comm
         required=required,
         default=None if required else spec.default,
         show_default=shown,
+        envvar=ENVIRONMENT.get(name),
+        show_envvar=name in ENVIRONMENT,
         help=_help(settings, name),
     )
 

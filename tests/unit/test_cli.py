@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,20 +171,15 @@ def test_text_of_one_sequence_and_its_target_is_enough(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "settings.json").exists()
 
 
-def test_a_taken_port_is_named_and_by_default_avoided(refuse: Refuse, free_ports: int) -> None:
-    import socket
-
+def test_a_taken_port_is_named_and_by_default_avoided(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_ports + 2))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert str(free_ports + 2) in refuse("up", "--broker-port", str(free_ports))
-        assert str(free_ports + 2) in refuse("up", "--redis-port", str(free_ports + 2))
-        assert free_ports + 2 not in range(broker_port(0), broker_port(0) + 4)
-
-
-@pytest.fixture
-def free_ports() -> int:
-    return broker_port(0)
+        port = taken.getsockname()[1]
+        assert str(port) in refuse("up", "--broker-port", str(port - 2))
+        assert str(port) in refuse("up", "--redis-port", str(port))
+        monkeypatch.setattr("decoupled_diloco.compose.ports.DEFAULT_PORT", port - 2)
+        assert broker_port(0) >= port + 2
 
 
 def test_a_folder_that_holds_another_run_is_refused(refuse: Refuse, tmp_path: Path) -> None:
