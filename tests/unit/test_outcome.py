@@ -1,0 +1,143 @@
+"""Figures, and how they are shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoupled_diloco.common.config import RunSettings, TaskSettings
+from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.monitor.folder import RunFolder, Setup, find
+from decoupled_diloco.monitor.outcome import outcome, validation
+from decoupled_diloco.monitor.status import Now, Source
+from decoupled_diloco.monitor.watch import duration, line, open_display, size
+from rich.console import Console
+
+
+def learner(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "local_steps": 50, "tokens_reported": 500, "tokens_merged": 400, "inner_seconds": 90.0,
+        "session_seconds": 1.0, "since_first_step_seconds": 100.0, "bytes_up": 10, "bytes_down": 20, **more,
+    }  # fmt: skip
+
+
+def test_goodput_counts_only_the_learners_that_were_asked_for() -> None:
+    summary = {"seconds": 100.0, "t": 50, "learners": [learner("learner-1"), learner("guest")]}
+    told = outcome(summary, asked=["learner-1", "learner-2"], faults=1, evaluations=[])
+    assert told["goodput"] == 0.45, "one of two worked for 90 of 100 seconds"
+    assert told["bytes_up"] == 20
+    assert told["faults"] == 1
+
+
+def test_lives_of_one_learner_are_told_together() -> None:
+    summary = {"seconds": 100.0, "learners": [learner("a"), learner("a", session_seconds=3.0)]}
+    (row,) = outcome(summary, asked=["a"], faults=0, evaluations=[])["learners"]
+    assert row == {"name": "a", "local_steps": 100, "tokens_reported": 1000, "tokens_merged": 800, "stall_share": 0.02}
+
+
+def test_what_is_not_known_is_none_and_never_a_division_by_zero() -> None:
+    told = outcome({}, asked=[], faults=0, evaluations=[])
+    assert told["goodput"] is None
+    assert told["stall_share"] is None
+    assert told["val_loss_first"] is None
+    assert told["learners"] == []
+
+
+def evaluation(t: int, size: str, loss: float, part: str = "B") -> dict[str, Any]:
+    return {"t": t, "size": size, "val_loss": loss, "part": part}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], (None, None)),
+        ([evaluation(0, "full", 5.5)], (5.5, 5.5)),
+        ([evaluation(0, "full", 5.5), evaluation(9, "small", 3.0)], (5.5, 3.0)),
+        ([evaluation(0, "full", 5.5), evaluation(9, "full", 2.0), evaluation(9, "full", 1.9, "A")], (5.5, 2.0)),
+        ([evaluation(9, "small", 3.0)], (None, 3.0)),
+    ],
+)
+def test_validation_loss_is_the_full_one_on_the_reported_part_as_soon_as_there_is_one(
+    rows: list[dict[str, Any]], expected: tuple[float | None, float | None]
+) -> None:
+    assert validation(rows) == expected
+
+
+def test_a_run_that_starts_and_one_that_trains_fit_on_a_line() -> None:
+    assert line(Now(run="it", state="starting")) == "it is starting"
+    now = Now(run="it", state="running", t=5, steps=10, tokens_per_second=1234.5, seconds_left=75,
+              learners=[learner("a", state="live")], figures_so_far={"bytes_up": 1_500_000, "bytes_down": 0},
+              evaluations=[evaluation(3, "small", 2.5)])  # fmt: skip
+    assert line(now) == (
+        "it running step 5/10, loss 2.500 nats/byte, 1,234 tokens/s, 1 live, up 1.5 MB down 0 B, 1:15 left"
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_display_shows_the_run_and_what_happens_to_it(*, terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+    display = open_display(console)
+    now = Now(run="it", state="running", t=5, steps=10, learners=[learner("a", state="live", loss=2.5)])
+    display.show(now)
+    display.note("a died and starts again")
+    display.close()
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "it" in shown
+    assert "5/10" in shown
+    assert "a died and starts again" in shown
+
+
+def test_sizes_and_durations_are_short() -> None:
+    assert [size(n) for n in (None, 0, 999, 1000, 2.5e9)] == ["-", "0 B", "999 B", "1.0 kB", "2.5 GB"]
+    assert [duration(s) for s in (None, 0, 61, 3661)] == ["-:--", "0:00", "1:01", "1:01:01"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.chdir(tmp_path)
+    return RunFolder.create(Path("runs/it"), Setup(settings=RunSettings(run="it"), task=TaskSettings(), data_hash="x"))
+
+
+def test_a_folder_gives_back_what_was_put_into_it(folder: RunFolder) -> None:
+    assert find("it").setup() == folder.setup() == find("runs/it").setup()
+    assert folder.setup().settings == RunSettings(run="it")
+    assert folder.evaluations() == []
+    assert folder.name == "runs/it"
+    with pytest.raises(SettingError, match="there are it"):
+        find("other")
+
+
+def test_half_a_line_of_evaluations_is_not_read(folder: RunFolder) -> None:
+    whole = json.dumps(evaluation(0, "full", 5.5))
+    (folder.path / "evaluations.jsonl").write_text(f"{whole}\n{whole[:20]}")
+    assert folder.evaluations() == [evaluation(0, "full", 5.5)]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"run": {"steps": "many"}, "data_hash": ""}', "\x00"])
+def test_settings_that_somebody_spoilt_are_an_error_that_names_the_file(folder: RunFolder, content: str) -> None:
+    (folder.path / "settings.json").write_text(content)
+    with pytest.raises(SettingError, match=r"settings\.json"):
+        folder.setup()
+
+
+def test_a_run_that_is_over_is_read_from_its_folder(folder: RunFolder) -> None:
+    (folder.path / "summary.json").write_text(
+        json.dumps({"state": "finished", "t": 10, "steps": 10, "learners": [learner("a")]})
+    )
+    now = Source("it", "redis://127.0.0.1:1/0", folder).read()
+    assert (now.state, now.t, now.steps) == ("finished", 10, 10)
+    assert now.figures()["learners"][0]["name"] == "a"
+
+
+def test_a_run_whose_store_is_away_is_shown_as_it_was(folder: RunFolder) -> None:
+    lock = folder.lock()
+    assert lock is not None
+    with lock:
+        now = Source("it", "redis://127.0.0.1:1/0", folder).read()
+    assert now.state == "starting"
+    assert "127.0.0.1:1" in now.trouble
+    assert now.figures()["trouble"] == now.trouble
