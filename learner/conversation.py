@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from enum import Enum
 
 from ..common.codec import model_hash
-from ..common.config import LearnerConfig, RunSettings, TaskSettings
-from ..common.errors import DilocoError, Malformed, Orphaned, Refused
-from ..common.fragments import Plan, balanced_plan
+from ..common.config import LearnerConfig
+from ..common.errors import DilocoError, Malformed, Orphaned
 from ..common.log import get_logger
 from ..common.wire import Beat, Call, Delta, Fetch, Goodbye, Keyframe, Message, Plane, Seed, Update, Welcome
+from .admission import Admission, Admitted
 from .answers import Answer, Answers, encode_answer
 from .books import Mark
 from .desk import Arrival, Capture, Desk, Joined
@@ -25,8 +25,9 @@ from .seeding import Seeding
 
 log = get_logger("learner")
 
-HELLO_SECONDS = 0.5
 ALIVE_SECONDS = 1.0
+PAUSE_SECONDS = 2.0
+"""Between two ticks; more, and the process itself was not running."""
 FINAL_TRIES = 3
 """So often the final model is fetched before a wrong hash is an error."""
 LEAVE_SECONDS = 5.0
@@ -53,6 +54,7 @@ class Conversation:
 
     def __init__(self, config: LearnerConfig, me: Identity, desk: Desk, seeding: Seeding) -> None:
         self.config, self.me, self.desk, self.seeding = config, me, desk, seeding
+        self.admission = Admission(me, desk, seeding)
         self.phase = Phase.ASKING
         self.epoch = -1
         self.follower: Follower | None = None
@@ -63,11 +65,9 @@ class Conversation:
         self.over = False
         """Nothing more is to be said; the link may close."""
         self._bulk: deque[Delta | Seed] = deque()
-        self._plan: Plan | None = None
-        self._settings: RunSettings | None = None
-        self._task: TaskSettings | None = None
+        self._admitted: Admitted | None = None
         self._beat: Beat | None = None
-        self._beat_at = 0.0
+        self._beat_at = self._ticked_at = 0.0
         self._bulk_heard = False
         self._gathering = False
         """The whole model is being fetched; it is handed over when all of it is here."""
@@ -111,6 +111,8 @@ class Conversation:
             return
         self._beat, self._beat_at = beat, now
         self.desk.heard(beat, now)
+        if self.phase is Phase.FINISHED:
+            return  # nothing can be better than the final model
         if beat.epoch > self.epoch:
             self._enter_epoch(beat.epoch)
         if self.follower is None:
@@ -131,8 +133,7 @@ class Conversation:
             log.info("epoch_changed", epoch=epoch, before=self.epoch)
         self.epoch, self.phase, self.follower = epoch, Phase.ASKING, None
         self._forget_work()
-        self.seeding.drop()
-        self._due.pop("hello", None)
+        self.admission.ask_anew()
 
     def _forget_work(self) -> None:
         """Calls, answers, and what waits for the training thread are of no use any more."""
@@ -159,47 +160,18 @@ class Conversation:
             if self.phase is Phase.FOLLOWING:
                 log.warning("reset_ordered", reason=welcome.reason)
                 self._reset()
-        elif self.phase is Phase.ASKING:
-            if welcome.verdict == "wait":
-                self.desk.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
-            elif welcome.verdict == "refused":
-                raise Refused(f"run {self.me.run} does not take {self.me.name}: {welcome.reason}")
-            elif welcome.verdict == "seed":
-                self.desk.waits_for = "its version 0 to be stored by the syncer"
-                if self.seeding.asked(self._plan_of(welcome), welcome.missing, self.epoch):
-                    log.info("seeding", parts=len(welcome.missing))
-            else:
-                self._welcomed(welcome, now)
+        elif self.phase is Phase.ASKING and self._beat is not None:
+            admitted = self.admission.answered(welcome, self._beat)
+            if admitted is not None:
+                self._follow(admitted, self._beat, now)
 
-    def _plan_of(self, welcome: Welcome) -> Plan:
-        """The plan that the welcome speaks of; Refused if this side derives another one, or trains by another one."""
-        plan = balanced_plan(self.me.layout, welcome.fragments)
-        if plan.digest != welcome.plan_digest or (self._plan is not None and self._plan.digest != plan.digest):
-            raise Refused(
-                f"run {self.me.run} cuts the model into {welcome.fragments} fragments otherwise than {self.me.name} "
-                "does; use the same version of this package on both sides, and start the learner again"
-            )
-        return self._plan or plan
-
-    def _welcomed(self, welcome: Welcome, now: float) -> None:
-        beat = self._beat
-        if beat is None:
-            return
-        plan = self._plan_of(welcome)
-        try:
-            self._settings = RunSettings.from_map(beat.settings)
-            self._task = TaskSettings.from_map(beat.task) if beat.task else None
-        except Malformed as wrong:
-            raise Refused(
-                f"the settings of run {self.me.run} are not understood here ({wrong}); "
-                "use the same version of this package on both sides"
-            ) from wrong
+    def _follow(self, admitted: Admitted, beat: Beat, now: float) -> None:
+        """Fetch the whole public model, and follow it from then on."""
+        plan, self._admitted = admitted.plan, admitted
         static_bytes = 0 if self._announced else plan.layout.static_bytes
-        self._plan = plan
-        self.follower = Follower(plan, self._settings.codec_down, self.epoch, static_bytes)
+        self.follower = Follower(plan, admitted.settings.codec_down, self.epoch, static_bytes)
         self.phase, self._gathering = Phase.FOLLOWING, True
         self.desk.waits_for = "the public model"
-        self.seeding.drop()
         if beat.state == "finished":
             self.follower.want_final(beat.versions)
         else:
@@ -239,10 +211,14 @@ class Conversation:
         self.desk.whole = whole
         if self._announced:
             self.desk.deliver([self._arrival(p, public) for p, public in enumerate(whole)], reset=True)
-        elif self._beat is not None and self._settings is not None:
+        elif self._beat is not None and self._admitted is not None:
             self._announced = True
-            static = follower.static or b""
-            self.desk.joined(Joined(follower.plan, self._settings, self._task, self.epoch, self._beat.t, whole, static))
+            self.desk.joined(
+                Joined(
+                    follower.plan, self._admitted.settings, self._admitted.task, self.epoch, self._beat.t, whole,
+                    follower.static or b"",
+                )
+            )  # fmt: skip
         self._show_calls()
 
     def _reset(self) -> None:
@@ -279,6 +255,7 @@ class Conversation:
     # --- saying ------------------------------------------------------------------------------------------------------
     def tick(self, now: float, *, control_proven: bool, bulk_proven: bool, traffic: Traffic) -> Iterator[Message]:
         """The control messages that are due. To be called often; one that cannot be sent comes again by itself."""
+        self._leave_out_pauses(now)
         self._check_orphan(now)
         self._take_from_desk()
         if not control_proven:
@@ -304,6 +281,12 @@ class Conversation:
         self._due[what] = now + every_seconds
         return True
 
+    def _leave_out_pauses(self, now: float) -> None:
+        """This process itself stood still (stopped, swapped out): what it did not hear meanwhile proves nothing."""
+        if self._ticked_at and now - self._ticked_at > PAUSE_SECONDS:
+            self._beat_at += now - self._ticked_at
+        self._ticked_at = now
+
     def _check_orphan(self, now: float) -> None:
         limit = self.config.orphan_timeout_seconds
         if self._announced and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
@@ -314,8 +297,8 @@ class Conversation:
             self.desk.waits_for = "a beat of the syncer" + other_version(self.rejected)
         elif not (bulk_proven and self._bulk_heard):
             self.desk.waits_for = "its path for bulk messages to be open"
-        elif self._is_due("hello", now, 2 * HELLO_SECONDS if self.seeding.chosen else HELLO_SECONDS):
-            yield self.me.hello()
+        else:
+            yield from self.admission.hello(now)
 
     def _alives(self, now: float, follower: Follower, traffic: Traffic) -> Iterator[Message]:
         counters = self.desk.counters
@@ -338,10 +321,10 @@ class Conversation:
 
     def _answer(self, capture: Capture) -> None:
         """Encode what was captured, keep it, and queue its chunks, behind an Alive that reports what they cover."""
-        if self._plan is None or self._settings is None or not self.answers.wanted(capture.call):
+        if self._admitted is None or not self.answers.wanted(capture.call):
             return
-        fragment = self._plan.fragments[capture.call.fragment]
-        deltas = encode_answer(self.me, fragment, self._settings.codec_up, capture)
+        fragment = self._admitted.plan.fragments[capture.call.fragment]
+        deltas = encode_answer(self.me, fragment, self._admitted.settings.codec_up, capture)
         self.answers.keep(Answer(capture.call, deltas))
         self._bulk.extend(deltas)
         self._due.pop("alive", None)
@@ -375,7 +358,7 @@ class Conversation:
     def _goodbyes(self, now: float) -> Iterator[Message]:
         """After the end of the run each second; else once, when the last answers were taken or the time is up."""
         reason, counters = self.desk.leaving, self.desk.counters
-        if self.me.role != "learner" or self._plan is None:
+        if self.me.role != "learner" or self._admitted is None:
             self.over |= bool(reason)
         elif self.phase is Phase.FINISHED:
             if self._is_due("goodbye", now, ALIVE_SECONDS) or reason:
@@ -386,7 +369,7 @@ class Conversation:
     def _leave_unheard(self, now: float) -> None:
         """No broker listens: a goodbye waits for one for a short while only."""
         if self.desk.leaving and now >= self._leaves_by(now, ABSENT_SECONDS):
-            if self._plan is not None and self.me.role == "learner":
+            if self._admitted is not None and self.me.role == "learner":
                 log.warning("goodbye_not_sent", learner=self.me.name, answers_unconfirmed=self.answers.unconfirmed)
             self.over = True
 

@@ -14,6 +14,10 @@ EMA_SHARE = 0.2
 """Weight of the newest step in the moving average of step seconds."""
 
 
+OUTLIER = 5.0
+"""A step counts as at most so many usual ones, so that one pause of the machine does not pass for a slow learner."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far the run is. `exact` lies between two global steps where the last beat is some time ago."""
@@ -79,7 +83,8 @@ class Pace:
         if self._steps == 2:
             self.step_seconds = inner
         elif self._steps > 2:
-            self.step_seconds += EMA_SHARE * (inner - self.step_seconds)
+            usual = min(inner, OUTLIER * self.step_seconds)
+            self.step_seconds += EMA_SHARE * (usual - self.step_seconds)
         self.last_step_at = now
         self._left_at = now
 

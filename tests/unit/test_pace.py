@@ -70,6 +70,15 @@ def test_the_first_step_is_left_out_of_the_step_time() -> None:
     assert pace.session_seconds == pytest.approx(0.5)
 
 
+def test_one_long_pause_does_not_make_a_learner_slow() -> None:
+    pace = Pace(0.0)
+    for second in (1.0, 2.0, 3.0, 603.0):
+        pace.enter(second)
+        pace.leave(second)
+    assert pace.step_seconds == pytest.approx(1.8)
+    assert pace.inner_seconds == pytest.approx(603.0)
+
+
 def test_an_evaluation_is_neither_a_step_nor_ours_but_for_the_swap() -> None:
     pace = Pace(0.0)
     pace.enter(1.0)

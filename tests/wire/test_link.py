@@ -29,7 +29,7 @@ from decoupled_diloco.common.wire import (
     Welcome,
     chunk_count,
 )
-from decoupled_diloco.learner import conversation, follower
+from decoupled_diloco.learner import admission, conversation, follower
 from decoupled_diloco.learner.replica import Replica, layout_of
 from decoupled_diloco.learner.session import Session, join
 from scripted_syncer import ScriptedSyncer, running_broker
@@ -109,7 +109,7 @@ def trainer(address: str, **more: Any) -> Trainer:
 @pytest.fixture(autouse=True)
 def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens each second in a real run happens ten times as often."""
-    monkeypatch.setattr(conversation, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
     monkeypatch.setattr(conversation, "ALIVE_SECONDS", 0.1)
     monkeypatch.setattr(follower, "GAP_SECONDS", 0.3)
 

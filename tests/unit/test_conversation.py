@@ -1,0 +1,129 @@
+"""What needs a clock of its own: a learner that stood still, one that is orphaned, one that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from decoupled_diloco.common.codec import digest, model_hash
+from decoupled_diloco.common.config import LearnerConfig, RunSettings
+from decoupled_diloco.common.errors import Orphaned
+from decoupled_diloco.common.fragments import Layout, TensorSpec, balanced_plan
+from decoupled_diloco.common.wire import Beat, Fetch, Goodbye, Hello, Keyframe, Message, Plane, Welcome, split
+from decoupled_diloco.learner.conversation import Conversation, Phase
+from decoupled_diloco.learner.desk import Desk
+from decoupled_diloco.learner.identity import Identity
+from decoupled_diloco.learner.reports import Traffic
+from decoupled_diloco.learner.seeding import Seeding
+
+LAYOUT = Layout((TensorSpec(name="w", shape=(150,), dtype="float32"),))
+PLAN = balanced_plan(LAYOUT, 1)
+ME = Identity(run="r", name="me", incarnation=7, layout=LAYOUT)
+SETTINGS = RunSettings(run="r", fragments=1, overlap=1)
+VECTOR = torch.zeros(PLAN.fragments[0].length)
+
+
+def beat(**more: Any) -> Beat:
+    rows: dict[str, Any] = {
+        "run": "r", "epoch": 1, "state": "running", "t": 3, "steps": 600, "step_seconds": 0.0, "versions": (4,),
+        "settings": SETTINGS.to_map(), "syncer": 1,
+    }  # fmt: skip
+    return Beat(**(rows | more))
+
+
+class Talk:
+    """A conversation, and the syncer's side of it."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+        config = LearnerConfig(broker="tcp://127.0.0.1:5550", name="me", run="r", orphan_timeout_seconds=60)
+        self.conversation = Conversation(config, ME, self.desk, Seeding(ME, None))
+
+    def tick(self, now: float, *, proven: bool = True) -> list[Message]:
+        said: Iterator[Message] = self.conversation.tick(
+            now, control_proven=proven, bulk_proven=proven, traffic=Traffic()
+        )
+        return list(said)
+
+    def kinds(self, now: float) -> list[type[Message]]:
+        return [type(message) for message in self.tick(now)]
+
+    def hear(self, message: Message, now: float) -> None:
+        self.conversation.heard(message, Plane.CONTROL if message.PLANE is Plane.CONTROL else Plane.BULK, now)
+
+    def keyframe(self, version: int, now: float, epoch: int = 1) -> None:
+        content = VECTOR.numpy().data.cast("B")
+        [part] = split(content)
+        self.hear(Keyframe(run="r", epoch=epoch, t=0, version=version, fragment=0, digest=digest(VECTOR), **part), now)
+
+    def welcome(self, now: float, epoch: int = 1) -> None:
+        self.hear(
+            Welcome(run="r", name="me", incarnation=7, epoch=epoch, verdict="welcome", fragments=1,
+                    plan_digest=PLAN.digest), now,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def joined() -> Talk:
+    talk = Talk()
+    talk.hear(beat(), 100.0)
+    assert talk.kinds(100.0) == [], "nothing is said before a beat came on the bulk plane too"
+    talk.conversation.heard(beat(), Plane.BULK, 100.0)
+    assert talk.kinds(100.0) == [Hello]
+    talk.welcome(100.1)
+    assert Fetch in talk.kinds(100.2)
+    talk.keyframe(4, 100.3)
+    assert talk.desk.wait_joined(0) is not None
+    return talk
+
+
+def test_a_learner_without_beats_is_orphaned_when_the_time_is_up(joined: Talk) -> None:
+    for second in range(101, 160):
+        joined.tick(float(second))
+        assert joined.desk.failure is None
+    joined.tick(160.5)
+    assert isinstance(joined.desk.failure, Orphaned)
+
+
+def test_a_learner_that_stood_still_itself_is_no_orphan(joined: Talk) -> None:
+    joined.tick(101.0)
+    joined.tick(4000.0)
+    joined.tick(4001.0)
+    assert joined.desk.failure is None
+
+
+def test_the_end_is_acknowledged_each_second_whatever_comes_later(joined: Talk) -> None:
+    joined.hear(beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR])), 101.0)
+    joined.keyframe(5, 101.1)
+    assert joined.conversation.phase is Phase.FINISHED
+    assert Goodbye in joined.kinds(101.2)
+    assert Goodbye not in joined.kinds(101.5)
+    joined.hear(beat(epoch=2), 102.0)
+    [goodbye] = [m for m in joined.tick(102.5) if isinstance(m, Goodbye)]
+    assert (goodbye.reason, goodbye.model_hash) == ("finished", model_hash([VECTOR]))
+    joined.desk.leaving = "left"
+    [last] = [m for m in joined.tick(102.6) if isinstance(m, Goodbye)]
+    assert last.reason == "finished"
+    joined.conversation.sent(last, 102.6)
+    assert joined.conversation.over
+
+
+def test_while_it_asks_under_a_new_epoch_a_learner_says_nothing_else(joined: Talk) -> None:
+    joined.hear(beat(epoch=2), 101.0)
+    assert joined.kinds(101.1) == [Hello]
+    assert joined.kinds(101.2) == []
+    joined.welcome(101.3, epoch=1)
+    assert joined.kinds(101.4) == []
+    joined.welcome(101.5, epoch=2)
+    assert Fetch in joined.kinds(101.6)
+
+
+def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -> None:
+    joined.tick(101.0)
+    joined.desk.leaving = "left"
+    joined.tick(101.1, proven=False)
+    assert not joined.conversation.over
+    joined.tick(102.2, proven=False)
+    assert joined.conversation.over

@@ -1,0 +1,48 @@
+"""join() before anything is connected: what is wrong is said at once, and little is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from decoupled_diloco.common.config import NAME_PATTERN
+from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.learner.identity import default_name
+from decoupled_diloco.learner.session import join
+from torch import nn
+
+
+def test_joining_needs_no_redis_and_no_pictures() -> None:
+    program = (
+        "import sys, decoupled_diloco; decoupled_diloco.join; "
+        "print([m for m in ('redis', 'matplotlib', 'decoupled_diloco.syncer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "said"),
+    [
+        ("localhost:5550", {"run": "r"}, "must look like tcp://HOST:5550"),
+        ("tcp://127.0.0.1:5550", {"run": "Run One"}, "--run 'Run One' must match"),
+        ("tcp://127.0.0.1:5550", {"run": "r", "name": "me/you"}, "--name 'me/you' must match"),
+        ("tcp://127.0.0.1:5550", {"run": "r", "join_timeout_seconds": 0}, "--join-timeout-seconds must be greater"),
+    ],
+    ids=["address", "run", "name", "time-out"],
+)
+def test_wrong_arguments_are_found_before_anything_is_connected(address: str, more: dict[str, str], said: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(SettingError, match=said):
+        join(address, model, torch.optim.SGD(model.parameters(), lr=1), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["Box_7.Example.ORG", "---", "ü" * 90, "a" * 90])
+def test_a_default_name_is_valid_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    names = {default_name() for _ in range(20)}
+    assert len(names) > 1
+    assert all(NAME_PATTERN.fullmatch(name) for name in names)
