@@ -171,6 +171,7 @@ class Conversation:
         static_bytes = 0 if self._announced else plan.layout.static_bytes
         self.follower = Follower(plan, admitted.settings.codec_down, self.epoch, static_bytes)
         self.phase, self._gathering = Phase.FOLLOWING, True
+        self._due.pop("alive", None)
         self.desk.waits_for = "the public model"
         if beat.state == "finished":
             self.follower.want_final(beat.versions)
