@@ -10,7 +10,11 @@ RECENT_BEATS = 30
 
 @dataclass
 class Figures:
-    """Sums over a run's merges. Seconds are the syncer's steady clock; `parameters` is N, elements of the model."""
+    """Sums over a run's merges. `parameters` is N, elements of the model.
+
+    The run's own seconds are counted from its first inner step. That moment moves back whenever a learner proves it to
+    be earlier: learners train on while the syncer is away or hears nothing, and that time must count as well.
+    """
 
     parameters: int
     steps_between: float
@@ -24,18 +28,18 @@ class Figures:
     longest_gap_seconds: float = 0.0
     merge_seconds: float = 0.0
     bytes_f32_allreduce: int = 0
+    first_merge_seconds: float | None = None
+    last_merge_seconds: float | None = None
+    """When, in the run's own seconds; None before there was one."""
     first_step_at: float | None = None
-    last_merge_at: float | None = None
-    first_merge_at: float | None = None
     now: float = 0.0
     _t: int = 0
-    _resumed: bool = False
 
     def stepped(self, now: float, since_first_step_seconds: float) -> None:
         """A learner says how long ago its first step began: the run's clock starts with the earliest."""
         self.now = now
-        began = now - since_first_step_seconds
-        if since_first_step_seconds > 0 and not self._resumed:
+        if since_first_step_seconds > 0:
+            began = now - since_first_step_seconds
             self.first_step_at = began if self.first_step_at is None else min(began, self.first_step_at)
 
     def reached(self, t: int, live: int) -> None:
@@ -49,17 +53,17 @@ class Figures:
         self.contributions += contributors
         self.participation_sum += min(1.0, contributors / max(1, live))
         self.merge_seconds += seconds
-        if self.first_merge_at is None:
-            self.first_merge_at = now
-        if self.last_merge_at is not None:
-            gap = now - self.last_merge_at
+        at = self._run_seconds(now)
+        if self.first_merge_seconds is None:
+            self.first_merge_seconds = at
+        if self.last_merge_seconds is not None:
+            gap = at - self.last_merge_seconds
             self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
             self.late_seconds += max(0.0, gap - 2 * self.steps_between * typical_seconds)
-        self.last_merge_at = now
+        self.last_merge_seconds = at
 
     def to_summary(self) -> dict[str, Any]:
-        seconds = 0.0 if self.first_step_at is None else max(0.0, self.now - self.first_step_at)
-        first = self.first_merge_at
+        seconds, first = self._run_seconds(self.now), self.first_merge_seconds
         return {
             "merges": self.merges,
             "seconds": round(seconds, 3),
@@ -67,20 +71,32 @@ class Figures:
             "merge_participation": round(self.participation_sum / self.merges, 4) if self.merges else 0.0,
             "longest_merge_gap_seconds": round(self.longest_gap_seconds, 3),
             "merge_seconds_mean": round(self.merge_seconds / self.merges, 6) if self.merges else 0.0,
-            "seconds_to_first_merge": round(first - (self.first_step_at or first), 3) if first is not None else None,
+            "seconds_to_first_merge": None if first is None else round(first, 3),
             "bytes_f32_allreduce": self.bytes_f32_allreduce,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Sums that a resumed run goes on with (clock readings do not survive a process)."""
-        names = ("merges", "contributions", "participation_sum", "late_seconds", "longest_gap_seconds",
-                 "merge_seconds", "bytes_f32_allreduce")  # fmt: skip
-        elapsed = 0.0 if self.first_step_at is None else self.now - self.first_step_at
-        return {name: getattr(self, name) for name in names} | {"elapsed": elapsed, "t": self._t}
+        rows = {name: getattr(self, name) for name in _SUMS}
+        return rows | {"elapsed": self._run_seconds(self.now), "t": self._t}
 
     def load_json(self, rows: dict[str, Any], now: float) -> None:
-        rows = dict(rows)
-        self.first_step_at, self._t, self.now = now - rows.pop("elapsed"), rows.pop("t"), now
-        self._resumed = True
-        for name, value in rows.items():
-            setattr(self, name, value)
+        for name in _SUMS:
+            setattr(self, name, rows[name])
+        self.first_step_at, self._t, self.now = now - rows["elapsed"], rows["t"], now
+
+    def _run_seconds(self, now: float) -> float:
+        return 0.0 if self.first_step_at is None else max(0.0, now - self.first_step_at)
+
+
+_SUMS = (
+    "merges",
+    "contributions",
+    "participation_sum",
+    "late_seconds",
+    "longest_gap_seconds",
+    "merge_seconds",
+    "bytes_f32_allreduce",
+    "first_merge_seconds",
+    "last_merge_seconds",
+)

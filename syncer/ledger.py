@@ -100,6 +100,10 @@ class Ledger:
     def names(self) -> Iterator[str]:
         return iter(sorted({who[0] for who in self._books} | self._closed.keys()))
 
+    def open_books(self, name: str) -> Iterator[Who]:
+        """Incarnations of `name` that were not closed."""
+        return (who for who in self._books if who[0] == name)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "books": [[*who, b.reported, b.mark, b.merged] for who, b in sorted(self._books.items())],

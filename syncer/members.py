@@ -7,13 +7,14 @@ goodbye -> left
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Literal
 
 from ..common.config import BEAT_SECONDS, SILENT_BEATS
 from ..common.wire import Alive
 from .ledger import Who
+from .lives import Lives
 
 State = Literal["live", "stalled", "lost", "left"]
 SILENCE_SECONDS = SILENT_BEATS * BEAT_SECONDS
@@ -60,6 +61,7 @@ class Members:
     """All members by name, and who waits for a name that is held."""
 
     by_name: dict[str, Member] = field(default_factory=dict)
+    lives: Lives = field(default_factory=Lives)
     _waiting: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def get(self, who: Who) -> Member | None:
@@ -90,15 +92,14 @@ class Members:
         self._waiting[name] = (incarnation, since)
         return "refused" if holder.heard_at > since else "wait"
 
-    def join(self, name: str, incarnation: int, now: float) -> tuple[Member, Member | None]:
-        """Enter (or find again) a member; also the former holder of the name if another incarnation had it."""
-        former = self.by_name.get(name)
-        if former is not None and former.incarnation == incarnation:
-            former.heard_at, former.state = now, "live"
-            return former, None
-        member = Member(name, incarnation, joined_at=now, heard_at=now)
-        self.by_name[name] = member
-        return member, former
+    def join(self, name: str, incarnation: int, now: float) -> Member:
+        """Enter (or find again) a member; another incarnation that had the name is none any more."""
+        member = self.by_name.get(name)
+        if member is not None and member.incarnation == incarnation:
+            member.heard_at, member.state = now, "live"
+        else:
+            member = self.by_name[name] = Member(name, incarnation, joined_at=now, heard_at=now)
+        return member
 
     def heard(self, alive: Alive, now: float) -> Member | None:
         """Take a report; None if the sender is no member. A lost one that is heard again is live again."""
@@ -109,15 +110,20 @@ class Members:
         if last is not None and (alive.tokens < last.tokens or alive.local_steps < last.local_steps):
             return member  # an older report overtaken by a newer one: counters never go back
         member.alive, member.heard_at = alive, now
+        self.lives.report(alive)
         ema = alive.step_seconds
         stalled = ema > 0 and alive.last_step_age_seconds > max(STALL_FACTOR * ema, SILENCE_SECONDS)
         member.state = "stalled" if stalled else "live"
         return member
 
-    def leave(self, who: Who) -> Member | None:
+    def leave(self, who: Who, local_steps: int = 0, tokens: int = 0) -> Member | None:
+        """It said goodbye, and its last counters."""
         member = self.get(who)
         if member is not None:
             member.state = "left"
+            if member.alive is not None and local_steps > member.alive.local_steps:
+                member.alive = replace(member.alive, local_steps=local_steps, tokens=tokens)
+                self.lives.report(member.alive)
         return member
 
     def silent(self, now: float) -> list[Member]:

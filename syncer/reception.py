@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ..common.errors import Malformed
@@ -79,9 +77,7 @@ class Reception:
         if served is None or member is None or member.state == "left":
             return  # the same goodbye again
         served.rounds.report(who, goodbye.tokens)
-        served.rounds.members.leave(who)
-        if member.alive is not None and goodbye.local_steps > member.alive.local_steps:
-            member.alive = replace(member.alive, local_steps=goodbye.local_steps, tokens=goodbye.tokens)
+        served.rounds.members.leave(who, goodbye.local_steps, goodbye.tokens)
         served.rounds.retire(who)
         self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
@@ -112,9 +108,8 @@ class Reception:
     def _join(self, served: Served, hello: Hello, now: float) -> None:
         members, teller = served.rounds.members, self._parts.teller
         known = members.get((hello.name, hello.incarnation))
-        member, former = members.join(hello.name, hello.incarnation, now)
-        if former is not None:
-            served.rounds.retire(former.who)
+        member = members.join(hello.name, hello.incarnation, now)
+        served.rounds.succeed(member.who)
         member.host, member.device, member.pid = hello.host, hello.device, hello.pid
         if known is not None:
             return

@@ -173,6 +173,10 @@ class Rounds:
         """This incarnation is gone for good: its book is closed once no open call holds an answer of it."""
         self._retired.add(who)
 
+    def succeed(self, who: Who) -> None:
+        """This incarnation has its name now: every other one of that name is gone for good."""
+        self._retired |= {other for other in self.ledger.open_books(who[0]) if other != who}
+
     def report(self, who: Who, tokens: int) -> None:
         """A member's cumulative token counter, from its Alive or Goodbye."""
         self.ledger.report(who, tokens)
@@ -349,9 +353,11 @@ class Rounds:
             "t": self.t,
             "versions": list(self.versions),
             "ledger": self.ledger.to_json(),
+            "lives": self.members.lives.to_json(),
         }
 
     def load_json(self, rows: dict[str, Any]) -> None:
         self.slot, self.t = rows["slot"], min(rows["t"], self.settings.steps)
         self.versions = list(rows["versions"])
         self.ledger.load_json(rows["ledger"])
+        self.members.lives.load_json(rows["lives"])

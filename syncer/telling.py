@@ -85,46 +85,37 @@ class Teller:
 
     def member(self, member: Member, rounds: Rounds, now: float) -> None:
         """One learner's hash and its place in the list of who is here."""
-        alive, account = member.alive, rounds.ledger.account(member.name)
+        alive, account, lives = member.alive, rounds.ledger.account(member.name), rounds.members.lives.of(member.name)
         seen = time.time() - (now - member.heard_at)
         self.registry.publish_learner(
             member.name, seen,
             incarnation=member.incarnation, state=member.state, host=member.host, device=member.device, pid=member.pid,
-            local_step=alive.local_steps if alive else 0, tokens_reported=account.reported,
+            local_step=lives["local_steps"], tokens_reported=account.reported,
             tokens_merged=account.merged, tokens_pending=account.pending, tokens_lost=account.lost,
             step_seconds=round(member.step_seconds, 6), loss="" if alive is None or alive.loss is None else alive.loss,
             joined_at=round(time.time() - (now - member.joined_at), 3), rejected=member.rejected,
-            inner_seconds=round(alive.inner_seconds, 3) if alive else 0.0,
-            session_seconds=round(alive.session_seconds, 4) if alive else 0.0,
-            since_first_step_seconds=round(alive.since_first_step_seconds, 3) if alive else 0.0,
-            bytes_up=alive.bytes_up if alive else 0, bytes_down=alive.bytes_down if alive else 0,
-            gaps=alive.gaps if alive else 0,
+            inner_seconds=round(lives["inner_seconds"], 3), session_seconds=round(lives["session_seconds"], 4),
+            since_first_step_seconds=round(lives["since_first_step_seconds"], 3),
+            bytes_up=lives["bytes_up"], bytes_down=lives["bytes_down"], gaps=lives["gaps"],
         )  # fmt: skip
 
 
 def learner_rows(rounds: Rounds) -> list[dict[str, Any]]:
-    """One row a learner name: the last incarnation's counters, and the accounts of all its incarnations."""
+    """One row a learner name: what all its incarnations did together."""
     rows = []
     for name in sorted({*rounds.ledger.names(), *rounds.members.by_name}):
         member, account = rounds.members.by_name.get(name), rounds.ledger.account(name)
-        alive = member.alive if member else None
         rows.append(
             {
                 "name": name,
                 "incarnation": member.incarnation if member else 0,
                 "state": member.state if member else "gone",
-                "local_steps": alive.local_steps if alive else 0,
                 "tokens_reported": account.reported,
                 "tokens_merged": account.merged,
                 "tokens_pending": account.pending,
                 "tokens_lost": account.lost,
-                "inner_seconds": alive.inner_seconds if alive else 0.0,
-                "session_seconds": alive.session_seconds if alive else 0.0,
-                "since_first_step_seconds": alive.since_first_step_seconds if alive else 0.0,
-                "bytes_up": alive.bytes_up if alive else 0,
-                "bytes_down": alive.bytes_down if alive else 0,
-                "gaps": alive.gaps if alive else 0,
                 "rejected": member.rejected if member else 0,
+                **rounds.members.lives.of(name),
             }
         )
     return rows
@@ -134,7 +125,7 @@ def run_figures(rounds: Rounds, figures: Figures, state: str, now: float) -> dic
     """The run in numbers, as `dd:RUN:run` and summary.json carry it."""
     total, t, settings = rounds.ledger.total(), rounds.step(now), rounds.settings
     live, able = len(rounds.members.live()), rounds.may_answer()
-    alive = [m.alive for m in rounds.members.by_name.values() if m.alive]
+    lives = rounds.members.lives.total()
     return {
         "run": settings.run,
         "state": state,
@@ -152,8 +143,8 @@ def run_figures(rounds: Rounds, figures: Figures, state: str, now: float) -> dic
         "tokens_pending": total.pending,
         "tokens_lost": total.lost,
         "useful_share": round(total.merged / total.reported, 4) if total.reported else 0.0,
-        "bytes_up": sum(a.bytes_up for a in alive),
-        "bytes_down": sum(a.bytes_down for a in alive),
+        "bytes_up": lives["bytes_up"],
+        "bytes_down": lives["bytes_down"],
         **figures.to_summary(),
     }
 

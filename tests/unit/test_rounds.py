@@ -68,9 +68,7 @@ class House:
 
     def join(self, name: str, incarnation: int, step_seconds: float = 1.0) -> Worker:
         worker = Worker(name, incarnation, versions=list(self.rounds.versions))
-        _, former = self.rounds.members.join(name, incarnation, self.now)
-        if former is not None:
-            self.rounds.retire(former.who)
+        self.rounds.succeed(self.rounds.members.join(name, incarnation, self.now).who)
         self.workers[name] = worker
         worker.step_seconds = step_seconds
         return worker
@@ -345,6 +343,20 @@ def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_u
     assert resumed.versions == h.rounds.versions
     assert resumed.ledger.account("w0") == h.rounds.ledger.account("w0")
     assert resumed.slot <= h.rounds.slot
+
+
+def test_a_learner_that_comes_back_under_its_name_after_a_resume_leaves_nothing_pending_of_its_former_life() -> None:
+    h = house(2)
+    h.step(h.workers["w0"], 3)
+    resumed = House(Rounds(h.rounds.settings, SIZES, epoch=2), now=h.now)
+    resumed.rounds.load_json(json.loads(json.dumps(h.rounds.to_json())))
+    before = resumed.rounds.ledger.account("w0")
+    assert before.pending > 0
+    resumed.join("w0", 77)
+    resumed.tick()
+    after = resumed.rounds.ledger.account("w0")
+    assert (after.pending, after.lost) == (0, before.lost + before.pending)
+    assert resumed.rounds.ledger.account("w1") == h.rounds.ledger.account("w1"), "nobody else is touched"
 
 
 def test_a_syncer_that_stops_opens_no_new_slot() -> None:
