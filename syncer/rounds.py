@@ -148,7 +148,7 @@ class Rounds:
             return "late"
         if answer.attempt != call.attempt:
             return "attempt"
-        if answer.who in call.answers:
+        if answer.who in call.answers and not self._better(answer, call.answers[answer.who]):
             return "duplicate"
         if not call.version - MAX_LAG <= answer.base_version <= call.version:
             return "stale"
@@ -164,6 +164,14 @@ class Rounds:
         if not reason:
             self.calls[answer.fragment].answers[answer.who] = answer
         return reason
+
+    def _counts(self, answer: Answer) -> bool:
+        """Its learner has reported what it covers."""
+        return self.ledger.reported(answer.who) >= answer.tokens_to
+
+    def _better(self, answer: Answer, known: Answer) -> bool:
+        """One that counts takes the place of one that does not: nobody is shut out by what was sent in his name."""
+        return self._counts(answer) and not self._counts(known)
 
     def pause(self) -> None:
         """Open no more slots: the syncer is about to stop."""
@@ -249,7 +257,7 @@ class Rounds:
 
     # --- inside ------------------------------------------------------------------------------------------------------
     def _settle(self, call: OpenCall, now: float) -> Iterator[Action]:
-        counted = [a for w, a in sorted(call.answers.items()) if self.ledger.reported(w) >= a.tokens_to]
+        counted = [a for _, a in sorted(call.answers.items()) if self._counts(a)]
         if len({a.who[0] for a in counted}) >= self.settings.quorum:
             if call.quorum_at is None:
                 self._quorum_met(call, now)

@@ -278,6 +278,19 @@ def test_a_learner_that_lies_about_its_tokens_is_left_out_and_named() -> None:
     assert [a.who[0] for a in merge.unreported] == ["w0"]
 
 
+def test_an_answer_in_somebodys_name_that_cannot_count_gives_way_to_the_genuine_one() -> None:
+    h = house(1)
+    p = h.open_one()
+    call, worker = h.rounds.calls[p], h.workers["w0"]
+    genuine = worker.answer(call.slot, call.attempt, p)
+    assert h.rounds.answer(replace(genuine, tokens_to=10**12, vector="forged")) == ""
+    assert not of(h.tick(), Merge)
+    assert h.rounds.answer(genuine) == ""
+    assert h.rounds.answer(replace(genuine, tokens_to=10**12)) == "duplicate"
+    assert h.rounds.answer(genuine) == "duplicate"
+    assert of(h.tick(), Merge)[0].answers == (genuine,)
+
+
 def test_a_dead_learner_s_complete_answer_is_used_once_and_the_others_are_still_waited_for() -> None:
     h = house(3, quorum=2, grace_seconds=2.0)
     p = h.open_one()
