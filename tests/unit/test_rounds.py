@@ -403,6 +403,21 @@ class AnyOrder(RuleBasedStateMachine):
         self.merged: dict[tuple[Who, int], list[tuple[int, int]]] = {}
         self.highest = [0] * P
         self.seen_merges = 0
+        for name in "abc":
+            self.join(name, 0.5)
+            self.h.step(self.h.workers[name], 2)
+
+    @rule(turns=st.integers(1, 6), adopts=st.booleans())
+    def life_goes_on(self, turns: int, adopts: bool) -> None:
+        """Everybody steps, answers and (mostly) adopts, as on an ordinary day."""
+        for _ in range(turns):
+            for worker in list(self.h.workers.values()):
+                self.h.step(worker)
+                for p in list(self.h.rounds.calls):
+                    self.h.answer(worker, p)
+            self._carry_out(0.5)
+            if adopts:
+                self.h.adopt_all()
 
     def _carry_out(self, seconds: float) -> None:
         was_drained = self.h.rounds.state == "drained"
@@ -538,6 +553,6 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestAnyOrder = pytest.mark.timeout(120)(AnyOrder.TestCase)
