@@ -87,7 +87,7 @@ class RunSettings(FromMap):
     """Name of the run: topics, Redis keys and the run's folder begin with it."""
     seed: int = 0
     """Model init = f(seed); data stream = f(seed, name, incarnation); validation windows = f(seed)."""
-    steps: int = 600
+    steps: int = 750
     """T, in global steps. A global step lasts as long as a typical learner's inner step."""
     quorum: int = 1
     """K, in learners: below so many answers nothing is merged. Never lowered by itself."""

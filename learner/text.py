@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,7 +101,7 @@ def _joined(texts: Iterable[bytes]) -> Bytes:
 def _standard_library() -> Iterator[tuple[str, bytes]]:
     """(part, bytes) of each file of the standard library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
-    for path in _files(root):
+    for path in _files(root, SKIPPED):
         inside = path.relative_to(root)
         top = inside.parts[0].removesuffix(".py")
         if path.suffix == ".py" and top.isidentifier() and not top.startswith(LOCAL_MODULES):
@@ -116,6 +116,8 @@ def _part_of(module: str) -> str:
 
 def _own_text(path: Path) -> Iterator[tuple[str, bytes]]:
     """(part, bytes) of the pieces of each file, in the order of their paths; hidden files are left out."""
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise SettingError(f"{shown(path)} is neither a file nor a folder; give --data one of them")
     for file in _files(path) if path.is_dir() else [path]:
         text = file.read_bytes()
         a = len(text) - 2 * (len(text) // HELD_OUT_ONE_IN)
@@ -123,13 +125,18 @@ def _own_text(path: Path) -> Iterator[tuple[str, bytes]]:
         yield from (("train", text[:a]), ("A", text[a:b]), ("B", text[b:]))
 
 
-def _files(root: Path) -> list[Path]:
-    """All regular files under `root`, sorted by the bytes of their paths."""
+def _files(root: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """All regular files under `root`, but hidden ones and those in `skipped` folders, sorted by their paths' bytes."""
     found = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED and not name.startswith(".")]
+    for folder, inner, names in os.walk(root, onerror=_give_up):
+        inner[:] = [name for name in inner if name not in skipped and not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted((path for path in found if path.is_file()), key=lambda path: os.fsencode(path.relative_to(root)))
+
+
+def _give_up(unreadable: OSError) -> None:
+    """A folder that cannot be listed is no empty folder."""
+    raise unreadable
 
 
 def generator(*parts: object) -> np.random.Generator:

@@ -90,6 +90,17 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
         load_corpus(tmp_path, LENGTH)
 
 
+def test_a_folder_called_tests_in_ones_own_text_is_read(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    written(tmp_path / "tests" / "a.txt", b"1" * 1000)
+    assert load_corpus(tmp_path, LENGTH).tokens == 1000
+
+
+def test_what_is_neither_file_nor_folder_is_refused_before_it_is_read() -> None:
+    with pytest.raises(SettingError, match="/dev/zero is neither a file nor a folder"):
+        load_corpus(Path("/dev/zero"), LENGTH)
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"cannot read .*nowhere\.txt: No such file"):
         load_corpus(tmp_path / "nowhere.txt", LENGTH)
