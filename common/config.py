@@ -168,7 +168,8 @@ class TaskSettings(FromMap):
     batch_sequences: int = 8
     """Sequences in one inner step of one learner."""
     inner_lr: float = 1.5e-3
-    """Peak learning rate of the inner AdamW; warm-up and decay follow the global step."""
+    """Peak learning rate of the inner AdamW (embeddings, head and gains: 5 times that). It rises over a learner's first
+    20 steps and falls to zero with the run's global steps."""
 
     def __post_init__(self) -> None:
         _positive(self, "layers", "width", "sequence_length", "batch_sequences", "inner_lr")
