@@ -135,8 +135,10 @@ def _tensor_from_wire(row: object) -> TensorSpec:
         raise Malformed("layout", f"shape of {name}")
     if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in shape) or math.prod(shape) > MAX_ELEMENTS:
         raise Malformed("layout", f"shape of {name}")
-    if dtype not in DTYPES or kind not in ("trainable", "frozen", "buffer") or merge not in ("rda", "mean"):
-        raise Malformed("layout", f"dtype, kind or merge kind of {name}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Malformed("layout", f"dtype of {name}")
+    if kind not in ("trainable", "frozen", "buffer") or merge not in ("rda", "mean"):
+        raise Malformed("layout", f"kind or merge kind of {name}")
     if kind == "trainable" and dtype not in TRAINABLE_DTYPES:
         raise Malformed("layout", f"{name} is trainable and {dtype}")
     return TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, merge=merge, tied=tuple(tied))
