@@ -19,6 +19,8 @@ from ..common.fragments import SMALL_TENSOR, Fragment, Slot
 
 CANCELLED = 1e-6
 """A sum of unit vectors shorter than this share of the sum of weights has no direction to speak of."""
+SHORT, LONG = 1e-30, 1e30
+"""Between these a norm and its inverse are factors that f32 can hold, whatever the weights."""
 
 
 def token_weight(tokens: int, steps: int) -> float:
@@ -61,6 +63,11 @@ def _merge_tensor(slot: Slot, out: Tensor, views: Sequence[Tensor], shares: Sequ
 def _merge_directions(out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
     """Weighted RDA: (sum w_i |v_i| / sum w_i) * phi(sum w_i phi(v_i) / sum w_i), with phi(0) = 0."""
     norms = [norm(view) for view in views]
+    if out.dtype == torch.float32 and not all(n == 0 or SHORT < n < LONG for n in norms):
+        wide = out.double()
+        _merge_directions(wide, [view.double() for view in views], shares)
+        out.copy_(wide)
+        return
     _combine(out, views, [share / n if n else 0.0 for share, n in zip(shares, norms, strict=True)])
     length = norm(out)
     if length < CANCELLED:

@@ -208,6 +208,17 @@ def test_norms_beyond_the_squares_of_single_precision_are_right(size: float) -> 
     assert np.abs(merged.numpy() - want).max() <= 1e-5 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("size", [1e-42, 1e-38, 1e-30, 1e36], ids=str)
+def test_deltas_whose_norms_no_single_precision_factor_can_turn_into_directions_are_merged_right(size: float) -> None:
+    wide = fragment_of(((1000, 300), "rda"))
+    deltas = [(random_delta(wide, i, torch.float64).sign() * size).float() for i in range(2)]
+    merged, want = merge(wide, deltas, [1.0, 3.0]), expected(wide, deltas, [1.0, 3.0])
+    assert merged.dtype == torch.float32
+    assert np.abs(merged.numpy() - want).max() <= max(1e-5 * size, 1.5e-45)
+    usual = random_delta(wide, 9)
+    assert torch.isfinite(merge(wide, [deltas[0], usual], [1.0, 1.0])).all()
+
+
 def test_what_a_peer_writes_between_the_tensors_goes_nowhere() -> None:
     fragment = fragment_of(((100,), "rda"), ((5,), "rda"))
     deltas = [torch.full((fragment.length,), float(i)) for i in (1, 2)]
