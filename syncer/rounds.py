@@ -93,7 +93,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Unmet:
-    """A last call was given up below the quorum: the fragment ends at the version it has."""
+    """At the end a call was given up below the quorum: the fragment ends at the version it has."""
 
     call: OpenCall
 
@@ -265,7 +265,7 @@ class Rounds:
             if everybody or call.closes_at is None or now >= call.closes_at:
                 unreported = tuple(a for w, a in sorted(call.answers.items()) if a not in counted)
                 yield Merge(call, tuple(counted), unreported)
-        elif call.drains and self._gives_up(now):
+        elif self.state == "draining" and self._gives_up(now):
             self._close(call)
             self._drained.add(call.fragment)
             yield Unmet(call)

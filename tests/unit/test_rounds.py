@@ -344,6 +344,37 @@ def test_the_end_calls_every_fragment_once_more_and_gives_up_what_nobody_answers
     assert h.rounds.step(h.now) == 1
 
 
+def draining_with_one_call_left_open() -> House:
+    """Two learners and a quorum of two; global step T is reached while the second call still waits for answers."""
+    h = house(2, quorum=2, steps=2)
+    for worker in h.workers.values():
+        assert h.answer(worker, h.open_one()) == ""
+    h.tick()
+    left = h.open_one()
+    while h.rounds.state == "running":
+        h.tick(0.5)
+        for worker in h.workers.values():
+            h.step(worker)
+    assert not h.rounds.calls[left].drains
+    return h
+
+
+@pytest.mark.parametrize("dead", [["w1"], ["w0", "w1"]], ids=["one of two dies", "both die"])
+def test_the_end_also_gives_up_a_call_that_was_open_before_it_and_finds_no_quorum_any_more(dead: list[str]) -> None:
+    h = draining_with_one_call_left_open()
+    for name in dead:
+        del h.workers[name]
+    for _ in range(60):
+        h.tick(1.0)
+        for worker in h.workers.values():
+            h.step(worker)
+            for p in list(h.rounds.calls):
+                h.answer(worker, p)
+    assert h.rounds.state == "drained"
+    assert sorted(u.call.fragment for u in of(h.actions, Unmet)) == list(range(P))
+    assert not h.rounds.calls
+
+
 def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:
     h = house(1)
     worker = h.workers["w0"]
