@@ -195,7 +195,7 @@ class Rounds:
         actions: list[Action] = [Lost(member) for member in self.members.silent(now)]
         for call in sorted(self.calls.values(), key=lambda c: c.slot):
             actions += self._settle(call, now)
-        if self.state == "running" and not self.paused:
+        if self.state == "running":
             actions += self._open_due(now)
         if self.state == "draining" and not self.paused:
             actions += self._drain(now)
@@ -218,9 +218,9 @@ class Rounds:
             self.t = self.settings.steps
         elif self.slot and self._slot_at is not None:
             base, typical = self.schedule.step_of(self.slot - 1), self.members.typical_step_seconds()
-            ahead = int((now - self._slot_at) / typical) if typical > 0 else 0
+            ahead = (now - self._slot_at) / typical if typical > 0 else 0.0
             limit = min(self.schedule.step_of(self.slot), self.settings.steps) - 1
-            self.t = max(self.t, min(base + ahead, max(base, limit)))
+            self.t = max(self.t, int(min(base + ahead, max(base, limit))))
         return self.t
 
     def may_answer(self) -> int:
@@ -300,7 +300,7 @@ class Rounds:
     def _opens_at(self, now: float) -> float | None:
         """When the next slot may open; None while something other than time stands in the way."""
         typical = self.members.typical_step_seconds()
-        if self.state != "running" or typical <= 0 or self.may_answer() < self.settings.quorum:
+        if self.state != "running" or self.paused or typical <= 0 or self.may_answer() < self.settings.quorum:
             return None
         if len(self.calls) >= self.tau or self._slot_fragment() in self.calls:
             return None

@@ -418,6 +418,26 @@ def test_a_syncer_that_stops_opens_no_new_slot() -> None:
     assert not h.rounds.calls
 
 
+def test_a_syncer_that_stops_sleeps_until_something_is_due() -> None:
+    h = house(2, quorum=2)
+    h.open_one()
+    h.rounds.pause()
+    for _ in range(30):
+        h.tick(0.1)
+        for worker in h.workers.values():
+            h.hear(worker)
+        assert h.rounds.next_deadline(h.now) > h.now
+
+
+def test_a_step_that_is_said_to_take_no_time_at_all_moves_the_clock_to_the_next_slot_at_most() -> None:
+    h = house(1)
+    h.open_one()
+    h.workers["w0"].step_seconds = 5e-324
+    h.hear(h.workers["w0"])
+    slot = h.rounds.slot
+    assert h.rounds.step(h.now + 1.0) < h.rounds.schedule.step_of(slot) + 1
+
+
 # --- arbitrary interleavings -----------------------------------------------------------------------------------------
 class AnyOrder(RuleBasedStateMachine):
     """Answers, losses, repeats, joins, deaths, restarts of the syncer and time, in any order."""
