@@ -161,8 +161,8 @@ def syncer_house(directory: Path, redis: str | None = None, **changes: Any) -> I
         house.close()
         broker.stop()
         broker.join()
-    if house.failure:
-        raise house.failure[0]
+        if house.failure:  # also where the test has failed: then because of it
+            raise house.failure[0]
 
 
 class ScriptedLearner:
@@ -200,6 +200,9 @@ class ScriptedLearner:
         return max((m.epoch for m in self.heard if isinstance(m, Beat)), default=0)
 
     def listen(self) -> None:
+        """Take what has arrived; fails at once where the syncer has, since nothing more will come."""
+        if self.house.failure:
+            raise AssertionError("the syncer has ended by itself") from self.house.failure[0]
         for down in self._downs:
             while (message := down.receive()) is not None:
                 self.heard.append(message)
