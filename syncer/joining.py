@@ -8,6 +8,7 @@ authority: another layout is refused, the same one fetches what the run has.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +20,9 @@ from ..common.fragments import Layout, Plan, balanced_plan, default_fragments
 from ..common.wire import Assembly, Hello, Seed
 from .ledger import Who
 from .members import SILENCE_SECONDS, Members
+
+COPIES = 3
+"""f32 copies of the model that the syncer holds at the least: as it arrives, Theta, and the residual."""
 
 Verdict = Literal["welcome", "wait", "seed", "refused", "finished", "reset"]
 
@@ -65,6 +69,17 @@ def plan_for(layout: Layout, settings: RunSettings) -> Plan:
     return balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
 
 
+def check_memory(plan: Plan) -> None:
+    """SettingError if the run cannot fit into this machine's memory; whatever size somebody states, none is taken."""
+    needed = COPIES * 4 * sum(f.length for f in plan.fragments) + plan.layout.static_bytes
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise SettingError(
+            f"the run of a model of {plan.parameters:,} parameters takes {needed / 2**30:,.0f} GiB of memory, "
+            f"and the syncer's machine has {there / 2**30:,.0f} GiB"
+        )
+
+
 class Joining:
     """Answers Hellos. `plan` is None until version 0 is there."""
 
@@ -100,9 +115,11 @@ class Joining:
             self.seeding = None
         if self.seeding is None:
             try:
-                self.seeding = Seeding(who, plan_for(layout_of(hello), self.settings), now)
+                plan = plan_for(layout_of(hello), self.settings)
+                check_memory(plan)
             except SettingError as wrong:
                 return Reply("refused", str(wrong))
+            self.seeding = Seeding(who, plan, now)
         if self.seeding.who != who:
             return Reply("wait", f"{self.seeding.who[0]} is sending version 0")
         self.seeding.heard_at = now

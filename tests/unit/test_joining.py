@@ -1,0 +1,52 @@
+"""What a Hello is answered before and after version 0 is there. Time is passed in; nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from decoupled_diloco.common.codec import digest
+from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.errors import Malformed
+from decoupled_diloco.common.fragments import Layout, TensorSpec
+from decoupled_diloco.common.wire import Hello, Seed, split
+from decoupled_diloco.syncer.joining import Joining
+from decoupled_diloco.syncer.members import SILENCE_SECONDS, Members
+
+SETTINGS = RunSettings(run="run", fragments=1, overlap=1)
+
+
+def layout(*shape: int) -> Layout:
+    return Layout((TensorSpec(name="a", shape=shape, dtype="float32"),))
+
+
+def hello(name: str, model: Layout, **more: Any) -> Hello:
+    fields: dict[str, Any] = {"role": "learner", "bulk_proven": True, "payload": msgpack.packb(model.to_wire())}
+    return Hello(run="run", name=name, incarnation=1, fingerprint=model.fingerprint, **(fields | more))
+
+
+def seed(name: str, payload: bytes, fragment: int = 0) -> Seed:
+    return Seed(run="run", name=name, incarnation=1, epoch=1, fragment=fragment, digest=digest(payload),
+                **split(payload)[0])  # fmt: skip
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused_and_the_next_learner_is_chosen() -> None:
+    joining = Joining(SETTINGS)
+    reply = joining.reply(hello("a", layout(2**40)), Members(), 0.0)
+    assert reply.verdict == "refused"
+    assert "memory" in reply.reason
+    assert joining.reply(hello("b", layout(100)), Members(), 0.0).verdict == "seed"
+
+
+def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:
+    joining, model = Joining(SETTINGS), layout(100)
+    assert joining.reply(hello("a", model), Members(), 0.0).missing == (0, 1)
+    assert joining.reply(hello("b", model), Members(), SILENCE_SECONDS - 0.1).verdict == "wait"
+    assert joining.seed(seed("a", bytes(512)), SILENCE_SECONDS - 0.1) is None
+    assert joining.reply(hello("b", model), Members(), SILENCE_SECONDS).verdict == "wait", "a chunk is a sign of life"
+    assert joining.reply(hello("b", model), Members(), 2 * SILENCE_SECONDS).missing == (0, 1)
+    with pytest.raises(Malformed, match="stranger"):
+        joining.seed(seed("a", bytes(512)), 2 * SILENCE_SECONDS)
+    assert joining.seed(seed("b", bytes(512)), 2 * SILENCE_SECONDS) is None
+    assert joining.seed(seed("b", b"", fragment=1), 2 * SILENCE_SECONDS) is not None
