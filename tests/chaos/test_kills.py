@@ -1,0 +1,51 @@
+"""kill -9 of everything that a run consists of, each in turn, and of the one that keeps it all alive."""
+
+from __future__ import annotations
+
+import pytest
+from house import House, Process
+
+STEPS = 3000
+"""Many times as long as the kills take, since training goes on meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> House:
+    """A run through whose processes death has gone, and which came to its end nevertheless."""
+    place = tmp_path_factory.mktemp("kills")
+    with House(place, "--checkpoint-every", "50", steps=STEPS, evaluator=True) as house:
+        house.wait_until_it_runs()
+        versions = house.versions()
+        for name in ("store", "learner-1", "broker", "evaluator", "syncer"):
+            house.kill(name)
+            house.wait_for_versions(2, f"after the death of the {name}")
+            versions, before = house.versions(), versions
+            assert all(now > then for now, then in zip(versions, before, strict=True)), (name, before, versions)
+        assert house.told["faults"] == 5
+        house.figures()
+    return house
+
+
+def test_a_run_survives_the_death_of_each_of_its_processes(finished: House) -> None:
+    told = finished.check_figures()
+    assert told["faults"] == 5
+    assert told["steps"] == STEPS
+    assert told["val_loss_last"] < told["val_loss_first"]
+    assert not finished.events("syncer", "model_hash_differs")
+    assert not finished.events("syncer", "drain_unmet")
+    assert {row["name"] for row in told["learners"]} == {"learner-1", "learner-2"}
+
+
+def test_versions_never_go_back_whoever_dies(finished: House) -> None:
+    seen: dict[int, int] = {}
+    for row in finished.events("syncer", "merged"):
+        assert row["version"] > seen.get(row["fragment"], 0), row
+        seen[row["fragment"]] = row["version"]
+    epochs = [row["epoch"] for row in finished.events("syncer", "syncer_started")]
+    assert epochs == [1, 2]
+
+
+def test_a_finished_run_is_not_resumed_but_says_so_in_one_sentence(finished: House) -> None:
+    with Process(finished.place, "up", "--resume", "runs/it") as again:
+        assert again.wait() == 2
+        assert "has finished its 3000 steps; give --steps above that to go on" in again.last_words
