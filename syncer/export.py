@@ -52,6 +52,15 @@ def save_model(state: GlobalState, path: Path) -> None:
         raise SettingError(f"cannot write the model to {path}: {wrong}") from wrong
 
 
+def check_model_file(path: Path) -> None:
+    """SettingError unless `path` is a safetensors file that can be read; of which model is another question."""
+    try:
+        with safe_open(path, framework="pt"):
+            return
+    except (OSError, SafetensorError) as wrong:
+        raise SettingError(f"cannot read {path}: {wrong}") from wrong
+
+
 def read_model(plan: Plan, path: Path) -> tuple[list[Tensor], bytes]:
     """Flat f32 vectors and static bytes for version 0 from a safetensors file with the layout's names.
 

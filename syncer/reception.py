@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from ..common.errors import Malformed
+from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
+from ..common.log import printable
 from ..common.wire import Alive, Goodbye, Hello, Seed, Welcome
 from .export import read_model
 from .joining import Joining, Reply, Seeding
@@ -35,14 +38,13 @@ class Reception:
         joining.finished = run.phase == "finished"
         chosen = joining.seeding
         reply = joining.reply(hello, run.served.rounds.members if run.served else Members(), now)
+        if reply.verdict == "seed" and self._parts.config.init is not None:
+            reply = self._seed_from_file(self._parts.config.init)
         if reply.verdict == "refused":
             teller.event("refused", learner=hello.name, reason=reply.reason)
         if joining.seeding is not None and joining.seeding is not chosen:
             run.phase = "seeding"
             teller.event("seeding", learner=hello.name)
-        if reply.verdict == "seed" and self._parts.config.init is not None:
-            self._seed_from_file()
-            return  # the next Hello is welcomed
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
         self._answer(hello.name, hello.incarnation, reply)
@@ -51,8 +53,13 @@ class Reception:
         if self._run.served is not None:
             return  # a chunk of version 0 that came twice
         seeding = self._joining.seed(message, now)
-        if seeding is not None:
+        if seeding is None:
+            return
+        try:
             self._seeded(seeding.plan, *_vectors(seeding), source=message.name)
+        except Malformed as wrong:
+            self._answer(message.name, message.incarnation, Reply("refused", f"your model is no version 0: {wrong}"))
+            raise
 
     def alive(self, alive: Alive, now: float) -> None:
         served = self._run.served
@@ -135,11 +142,17 @@ class Reception:
             )
         )
 
-    def _seed_from_file(self) -> None:
-        """Version 0 from the file that was given: the first Hello says which layout it must have."""
-        seeding, path = self._joining.seeding, self._parts.config.init
-        if seeding is not None and path is not None:
-            self._seeded(seeding.plan, *read_model(seeding.plan, path), source=str(path))
+    def _seed_from_file(self, path: Path) -> Reply:
+        """Version 0 from the file that was given, if it holds the model that the first Hello describes."""
+        seeding, self._joining.seeding = self._joining.seeding, None
+        if seeding is None:
+            return Reply("wait")
+        try:
+            vectors, static = read_model(seeding.plan, path)
+        except SettingError as wrong:
+            return Reply("refused", printable(str(wrong)))
+        self._seeded(seeding.plan, vectors, static, source=str(path))
+        return Reply("wait", "version 0 has just been read")
 
     def _seeded(self, plan: Plan, vectors: list[torch.Tensor], static: bytes, *, source: str) -> None:
         """Version 0 is complete: on the disk first, and only then for anybody to use."""

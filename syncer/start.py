@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..common.errors import SettingError
 from .checkpoint import Restored
+from .export import check_model_file
 from .figures import Figures
 from .parts import Parts, Run, Served
 from .rounds import Rounds
@@ -21,6 +22,8 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
     teller = parts.teller
     parts.checkpoints.lock()
     restored = parts.checkpoints.restore(run.settings)
+    if restored is None and parts.config.init is not None:
+        check_model_file(parts.config.init)
     survey = listen(
         parts.lines,
         parts.config.listen_seconds,

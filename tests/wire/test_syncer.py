@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from decoupled_diloco.common.errors import SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
+from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, SyncerHouse, filled, syncer_house
 from waiting import wait_for
 
@@ -64,6 +66,44 @@ def test_the_choice_of_a_seeder_lapses_with_it(house: SyncerHouse) -> None:
     b.wait(Beat)
     wait_for(lambda: b.hello().verdict == "seed", "another learner is chosen")
     b.join()
+
+
+def test_a_seeder_whose_model_is_not_finite_is_refused_and_another_one_seeds(house: SyncerHouse) -> None:
+    a = house.learner("a")
+    a.wait(Beat)
+    assert a.hello().verdict == "seed"
+    a.seed(math.nan)
+    refused = a.wait(Welcome, lambda welcome: welcome.verdict == "refused")
+    assert "nonfinite" in refused.reason
+    house.learner("b", 2).join()
+
+
+def test_a_learner_whose_model_is_not_that_of_the_given_file_is_refused_and_the_right_one_welcomed(
+    tmp_path: Path,
+) -> None:
+    given = tmp_path / "given.safetensors"
+    save_file({tensor.name: torch.full(tensor.shape, 0.25) for tensor in LAYOUT.tensors}, given)
+    with syncer_house(tmp_path) as house:
+        house.stop()
+        house.start(init=given)
+        stranger = house.learner("a")
+        stranger.wait(Beat)
+        welcome = stranger.hello(changed(shape=(80, 5)))
+        assert welcome.verdict == "refused"
+        assert "given.safetensors" in welcome.reason
+        b = house.learner("b", 2)
+        b.join()
+        assert torch.equal(b.keyframe(0), filled(house.plan, 0, 0.25))
+
+
+def test_a_file_to_begin_from_that_is_none_is_told_before_anybody_comes(tmp_path: Path) -> None:
+    (tmp_path / "none.safetensors").write_text("no tensors")
+    with syncer_house(tmp_path) as house:
+        house.stop()
+        house.start(init=tmp_path / "none.safetensors")
+        wait_for(lambda: house.failure, "it ends at once")
+        assert isinstance(failure := house.failure.pop(), SettingError)
+        assert "cannot read" in str(failure)
 
 
 def changed(**changes: Any) -> Layout:
