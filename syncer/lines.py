@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from ..common.wire import Message, Plane, beat_topic, prefix
 
 QUEUE_MESSAGES = 256
 """Water mark of the bulk plane, in messages of at most 1 MiB."""
+CONTROL_SECONDS = 0.2
+"""How long control messages are taken in one turn: a flood of them must not keep rounds and beats from theirs."""
 BULK_A_TURN = 64
 """Bulk messages taken before control is looked at again."""
 OUTBOX_MESSAGES = 4096
@@ -67,8 +70,9 @@ class Lines:
             up.read_subscriptions()
 
     def receive(self) -> Iterator[Message]:
-        """What has arrived: all control messages, then a bounded number of bulk messages."""
-        while (message := self._control.receive()) is not None:
+        """What has arrived: control messages (all, unless they are a flood), then a bounded number of bulk messages."""
+        until = time.monotonic() + CONTROL_SECONDS
+        while time.monotonic() < until and (message := self._control.receive()) is not None:
             yield message
         for _ in range(BULK_A_TURN):
             message = self._bulk.receive()
