@@ -20,6 +20,8 @@ from .common.errors import DilocoError
 from .compose.options import ENVIRONMENT, explicit, made_of, options_of
 from .compose.settings import UpConfig
 
+NICENESS = 10
+"""Of the evaluator: on a busy machine a learner's thread gets about ten times as much as this one."""
 BROKER = click.option(
     "--broker", default="tcp://127.0.0.1:5550", show_default=True, help="The broker's address: tcp://HOST:PORT."
 )
@@ -145,6 +147,7 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
     """Observe a run without a vote, and judge its global model on held-out text."""
     config = made_of(LearnerConfig, given | {"name": "evaluator"})
     _log(context, "evaluator")
+    os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
     from .learner.evaluator import main as run_evaluator
 
     return run_evaluator(config, given["data"], given["eval_every"])

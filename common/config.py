@@ -72,7 +72,7 @@ class FromMap:
             kinds = (float, int) if hint is float else (hint,) if hint in (int, str, bool) else (str,)
             if isinstance(value, bool) != (hint is bool) or not isinstance(value, kinds):
                 raise Malformed("settings", f"{name} has the wrong type")
-            values[name] = float(value) if hint is float else value  # type: ignore[arg-type]
+            values[name] = float(value) if hint is float else value
         try:
             return cls(**values)
         except SettingError as wrong:

@@ -100,7 +100,7 @@ def new_name(now: datetime | None = None) -> str:
 
 def check_data(data: Path | None, task: TaskSettings) -> str:
     """sha256 of the text; SettingError if it is missing, empty or shorter than a sequence."""
-    from ..learner.text import load_corpus  # loads torch
+    from ..learner.text import load_corpus
 
     return load_corpus(data, task.sequence_length).sha256
 

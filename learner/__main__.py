@@ -26,6 +26,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
     leave = Leave()
     place = check_device(device)
     torch.set_num_threads(threads)
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads a second's worth of torch: now, not between peers
     try:
         beat = discover(config.broker, config.run, config.join_timeout_seconds)
         task, seed = task_of(beat), RunSettings.from_map(beat.settings).seed

@@ -27,8 +27,6 @@ from .transformer import Transformer
 
 log = get_logger("evaluator")
 
-NICENESS = 10
-"""Added to the process's own: on a busy machine a learner's thread gets about ten times as much as this one."""
 LOOK_SECONDS = 0.2
 """How often is looked whether the run is over."""
 CHOOSING, REPORTED = "A", "B"
@@ -41,7 +39,6 @@ def main(config: LearnerConfig, data: Path | None, eval_every_seconds: float) ->
     Raises a DilocoError with its own code: no run there, one that trains another text, or no text at all.
     """
     Leave()
-    os.nice(NICENESS)
     torch.set_num_threads(1)
     try:
         beat = discover(config.broker, config.run, config.join_timeout_seconds)

@@ -15,16 +15,18 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..common.errors import SettingError
 
+if TYPE_CHECKING:
+    import torch
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Batches: TypeAlias = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Batches: TypeAlias = "Iterator[tuple[torch.Tensor, torch.Tensor]]"
 """(inputs, targets), both int64 [sequences, sequence_length], endlessly."""
 
 SKIPPED = {"test", "tests", "encodings", "lib2to3", "idlelib", "site-packages", "dist-packages", "__pycache__"}
@@ -147,6 +149,8 @@ def generator(*parts: object) -> np.random.Generator:
 
 def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets), both int64 [len(starts), sequence_length]: each target is the byte after its input."""
+    import torch  # not at the top: `diloco up` checks the text before anything starts, and needs no torch for it
+
     rows = text[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64)
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 

@@ -158,10 +158,7 @@ def test_the_evaluator_judges_version_zero_and_the_final_model_and_ends(book: Pa
     assert json.loads((book.parent / "text.json").read_text())["sha256"] == run.data_hash
 
 
-def test_an_evaluator_with_another_text_than_the_run_is_told_so(
-    run: TextRun, book: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.nice", lambda _: 0)  # this process is the test's own
+def test_an_evaluator_with_another_text_than_the_run_is_told_so(run: TextRun, book: Path) -> None:
     run.data_hash = "ab" * 32
     with pytest.raises(SettingError, match=r"run text trains another text than .*book\.txt; give the same --data"):
         evaluate_run(config(run), book, 1.0)
