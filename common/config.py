@@ -21,6 +21,8 @@ CHUNK_BYTES = 2**20
 MESSAGE_BYTES = CHUNK_BYTES + 2**16
 """The largest message any socket takes: a chunk and its header."""
 BEAT_SECONDS = 1.0
+MOMENTUM_ROUNDS = 100
+"""Below so many rounds a fragment, outer momentum was measured to end worse than none."""
 SILENT_BEATS = 3
 """A peer not heard for so many beats is lost."""
 
@@ -136,6 +138,17 @@ class RunSettings(FromMap):
                 raise SettingError(f"{flag(name)} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
         if self.fragments:
             check_schedule(self.sync_every, self.fragments, self.overlap)
+
+    def advice(self) -> list[str]:
+        """Sentences about settings that are allowed and rarely wanted."""
+        rounds = self.steps // self.sync_every
+        if self.outer_momentum > 0 and rounds < MOMENTUM_ROUNDS:
+            sentence = (
+                f"--outer-momentum {self.outer_momentum} with {rounds} rounds a fragment will probably end worse than "
+                f"none: it wants at least {MOMENTUM_ROUNDS}; raise --steps, lower --sync-every, or leave it at 0"
+            )
+            return [sentence]
+        return []
 
     def resolved_overlap(self, fragments: int) -> int:
         """tau for a plan of `fragments` parts: 1 where a plan has one fragment."""

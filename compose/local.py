@@ -90,6 +90,7 @@ def _greet(house: House, console: Console) -> None:
     if house.prepared.config.redis is None:
         say += [f"  look inside:  redis-cli -p {port} HGETALL dd:{settings.run}:run"]
     say += [f"  or:           diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
+    say += [f"  mind:         {sentence}" for sentence in settings.advice()]
     for sentence in say:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     log.info("run_started", run=settings.run, broker=house.broker, pids=house.family.pids())

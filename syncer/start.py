@@ -40,6 +40,8 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
         _resume(parts, run, restored, survey)
     step = run.served.rounds.t if run.served else 0
     teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
+    for sentence in run.settings.advice():
+        teller.warn("advice", sentence=sentence)
 
 
 def serve(parts: Parts, run: Run, state: GlobalState) -> Served:
@@ -60,6 +62,11 @@ def _refuse_foreign(parts: Parts, run: Run, survey: Survey) -> None:
         raise SettingError(
             f"run {name} is already served on {parts.config.broker}, and {where} holds nothing of it; "
             "take another --run name, or give the directory that it began in"
+        )
+    if any(survey.versions.values()):
+        raise SettingError(
+            f"learners of run {name} are on {parts.config.broker}, and {where} holds nothing of it; "
+            "give the directory that it began in, or stop those learners and begin again"
         )
     if parts.teller.registry.stored_versions():
         raise SettingError(
