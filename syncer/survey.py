@@ -11,6 +11,8 @@ from .lines import Lines
 
 ABSENT_SECONDS = 5.0
 """How often an absent broker is told of."""
+FAR = 2**48
+"""No run comes to such an epoch or version. Whoever states one would drive ours, for ever, to where no message can."""
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Survey:
             self._versions(message.epoch, message.versions)
 
     def _versions(self, epoch: int, versions: tuple[int, ...]) -> None:
+        if max((epoch, *versions)) > FAR:
+            return
         self.epoch = max(self.epoch, epoch)
         for p, version in enumerate(versions):
             self.versions[p] = max(self.versions.get(p, 0), version)

@@ -342,6 +342,44 @@ def test_an_empty_directory_never_begins_a_run_that_is_served_elsewhere(tmp_path
         assert "already served" in str(other.failure[0])
 
 
+def test_an_empty_directory_never_begins_a_run_that_learners_are_in(tmp_path: Path) -> None:
+    with syncer_house(tmp_path / "one") as house:
+        a = house.learner("a")
+        a.join()
+        house.crash()
+        other = SyncerHouse(tmp_path / "two", house.port, house.settings)
+        other.start(listen_seconds=1.0)
+
+        def failed() -> bool:
+            a.alive(versions=(0, 3, 1))
+            return bool(other.failure or other.syncer.current.epoch)
+
+        wait_for(failed, "the second syncer decides")
+        other.stop()
+        assert isinstance(other.failure[0], SettingError)
+        assert "learners" in str(other.failure[0])
+
+
+@pytest.mark.parametrize("far", [{"epoch": 2**53}, {"versions": (2**53, 0, 0)}], ids=["an epoch", "a version"])
+def test_no_stranger_can_drive_epochs_or_versions_to_where_nobody_takes_them(
+    tmp_path: Path, far: dict[str, Any]
+) -> None:
+    with syncer_house(tmp_path) as house:
+        a = house.learner("a")
+        a.join()
+        epoch = a.epoch
+        house.crash()
+        house.start(listen_seconds=0.5)
+
+        def served_again() -> bool:
+            a.alive(**far)
+            a.listen()
+            return a.epoch > epoch
+
+        wait_for(served_again, "a beat of the new epoch is heard")
+        a.wait(Beat, lambda beat: beat.epoch > epoch and len(beat.versions) == house.plan.P)
+
+
 def test_a_syncer_that_hears_a_higher_epoch_steps_down(tmp_path: Path) -> None:
     with syncer_house(tmp_path) as house:
         a = house.learner("a")
