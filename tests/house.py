@@ -100,23 +100,28 @@ class House(Process):
         run: str = "it",
         steps: int = FOR_EVER,
         evaluator: bool = False,
+        resumes: bool = False,
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
+        """`resumes`: the run that is in `place` goes on, with what it had."""
         self.run = run
         self._store: Any = None
         self.folder = RunFolder((place / "runs" / run).absolute())
-        watch = "--evaluator" if evaluator else "--no-evaluator"
+        begun = ["--resume", f"runs/{run}"] if resumes else ["--run", run, "--steps", str(steps), *MODEL, *SCHEDULE]
+        watch = [] if resumes else ["--evaluator" if evaluator else "--no-evaluator"]
+        local = [] if resumes else ["--threads", "1", "--data", TEXT]
         super().__init__(
-            place, "up", "--run", run, "--steps", str(steps), "--threads", "1", "--data", TEXT, "--json", watch,
-            "--broker-port", str(free_ports()), *MODEL, *SCHEDULE, *arguments, environment=environment,
+            place, "up", *begun, "--json", *watch, *local, "--broker-port", str(free_ports()), *arguments,
+            environment=environment,
         )  # fmt: skip
 
     # --- eyes --------------------------------------------------------------------------------------------------------
     @property
     def told(self) -> dict[str, Any]:
-        """run.json: ports and process ids."""
+        """run.json: ports and process ids; {} until this very `up` has written it."""
         assert self.child.poll() is None, f"it has ended with {self.child.poll()}: {self.said[-3000:]}"
-        return self.folder.run_map()
+        told = self.folder.run_map()
+        return told if told.get("pid") == self.pid else {}
 
     @property
     def broker(self) -> str:
