@@ -24,6 +24,8 @@ from .telling import learner_rows, run_figures, write_summary
 
 SAVE_SECONDS = 30.0
 """How long the last checkpoint may take."""
+SAVED_SECONDS = 0.05
+"""How often is looked whether the end is saved."""
 LINGER_SECONDS = 2.0
 """After the end, how long nobody must have fetched anything before the syncer goes."""
 BELOW_QUORUM_SECONDS = 5.0
@@ -85,6 +87,8 @@ class Syncer:
         idle = [BEAT_SECONDS, self._beat_at - time.monotonic()]
         if served is not None and self.current.phase != "finished":
             idle.append(served.rounds.next_deadline(now) - now)
+            if served.rounds.state == "drained":
+                idle.append(SAVED_SECONDS)
         if self.merging.repairs.due_at is not None:
             idle.append(self.merging.repairs.due_at - now)
         return max(0.0, min(idle))
@@ -119,11 +123,13 @@ class Syncer:
                 case Unmet(call):
                     self.parts.teller.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
                 case Drained():
-                    self._finish(served)
+                    self._finalize(served)
         if served.rounds.state == "draining" and self.current.phase == "running":
             self.current.phase = "draining"
         self._say_below_quorum(served, now)
         self._checkpoint_if_due(served)
+        if self._final_is_saved(served):
+            self._finish(served)
 
     def _rival(self, beat: Beat, _now: float) -> None:
         if beat.syncer != self.current.number and beat.epoch > self.current.epoch:
@@ -195,9 +201,10 @@ class Syncer:
                     seconds=round(outcome.seconds, 3),
                 )  # fmt: skip
 
-    def _save(self, served: Served) -> None:
+    def _save(self, served: Served, **later: str) -> None:
+        """`later`: what the bookkeeping says otherwise than it is now."""
         self._saved_step = served.rounds.t
-        self.parts.writer.submit(served.state.snapshot(), served.bookkeeping(self.current), t=served.rounds.t)
+        self.parts.writer.submit(served.state.snapshot(), served.bookkeeping(self.current) | later, t=served.rounds.t)
 
     # --- the end -----------------------------------------------------------------------------------------------------
     def _resumed(self) -> None:
@@ -208,18 +215,24 @@ class Syncer:
             if self.current.phase == "finished":
                 self._mark_finished(served)
 
-    def _finish(self, served: Served) -> None:
-        """Every fragment had its last round: the final version is Theta + e, saved before anybody hears of it."""
+    def _finalize(self, served: Served) -> None:
+        """Every fragment had its last round: the final version is Theta + e. Nobody hears of it before it is saved."""
         served.state.finalize()
+        served.digests = [{} for _ in served.digests]
+        self._save(served, phase="finished")
+
+    def _final_is_saved(self, served: Served) -> bool:
+        """Or a disk that takes nothing is told of at the end, which does not wait for it."""
+        return served.rounds.state == "drained" and self.parts.writer.settled
+
+    def _finish(self, served: Served) -> None:
         self._mark_finished(served)
-        self._save(served)
         self.parts.teller.event("finished", step=self.current.settings.steps, model_hash=self.current.model_hash)
         self._beat_at = 0.0
 
     def _mark_finished(self, served: Served) -> None:
         self.current.phase = "finished"
         self.current.model_hash = served.state.model_hash()
-        served.digests = [{} for _ in served.digests]
         self._finished_at = time.monotonic()
 
     def _over(self) -> bool:

@@ -56,6 +56,8 @@ class CheckpointWriter:
         self._failures_in_a_row = 0
         self._changed = threading.Condition()
         self._job: _Job | None = None
+        self._untried: _Job | None = None
+        """The latest job, until its first write has ended."""
         self._not_before = 0.0
         self._closing = False
         self._outcomes: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
@@ -67,6 +69,11 @@ class CheckpointWriter:
         """Whether the latest write succeeded (or none was tried yet)."""
         return not self.last_error
 
+    @property
+    def settled(self) -> bool:
+        """The latest snapshot is durable, or was tried in vain (and is tried again)."""
+        return self._untried is None
+
     def submit(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any], *, t: int = 0) -> None:
         """Write this as soon as the disk is free; a snapshot that still waits is dropped. Returns at once.
 
@@ -74,7 +81,8 @@ class CheckpointWriter:
         """
         job = _Job(snapshot=snapshot, bookkeeping=copy.deepcopy(bookkeeping), t=t)
         with self._changed:
-            self._job, self._not_before = job, 0.0
+            self._job = self._untried = job
+            self._not_before = 0.0
             self._changed.notify()
 
     def outcomes(self) -> list[Outcome]:
@@ -130,6 +138,8 @@ class CheckpointWriter:
         with self._changed:
             self._outcomes.append(Outcome(t=job.t, number=number, bytes=size, seconds=seconds, error=error))
             self.last_error = error
+            if self._untried is job:
+                self._untried = None
             if not error:
                 self.saved += 1
                 self._failures_in_a_row = 0

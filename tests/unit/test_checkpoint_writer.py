@@ -130,6 +130,25 @@ def test_a_new_snapshot_does_not_wait_for_the_retry_of_an_old_one(gate: Gate) ->
     assert [o.t for o in writer.outcomes()] == [1, 2]
 
 
+def test_a_writer_is_settled_once_the_latest_snapshot_is_durable_or_was_tried_in_vain(gate: Gate) -> None:
+    writer = CheckpointWriter(gate, retry_seconds=NEVER_SECONDS)
+    assert writer.settled
+    state = fresh()
+    for broken in (False, True):
+        gate.broken = broken
+        writer.submit(state.snapshot(), {})
+        assert gate.entered.acquire(timeout=30)
+        writer.submit(state.snapshot(), {})
+        gate.open.release()
+        assert gate.entered.acquire(timeout=30)
+        assert not writer.settled, "an older snapshot does not count"
+        gate.open.release()
+        wait_for(lambda: writer.settled, "the latest was tried")
+        assert writer.healthy is not broken
+    gate.open.release(10)
+    writer.close(30)
+
+
 def test_closing_does_not_wait_for_ever_for_a_disk_that_hangs(gate: Gate) -> None:
     writer = CheckpointWriter(gate)
     writer.submit(fresh().snapshot(), {})

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from decoupled_diloco.common.errors import SettingError, Superseded
+from decoupled_diloco.common.errors import SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
 from safetensors.torch import save_file
-from syncer_house import LAYOUT, TOKENS, SyncerHouse, filled, syncer_house
+from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
 from waiting import wait_for
 
 
@@ -390,31 +391,44 @@ def test_a_syncer_that_hears_a_higher_epoch_steps_down(tmp_path: Path) -> None:
         assert isinstance(house.failure.pop(), Superseded)
 
 
+def answers_until(house: SyncerHouse, a: ScriptedLearner, enough: Callable[[], Any]) -> Callable[[], Any]:
+    """A predicate for `wait_for`: the learner steps and answers every call until `enough` is true."""
+    answered: set[tuple[int, int]] = set()
+
+    def predicate() -> Any:
+        a.listen()
+        if found := enough():
+            return found
+        served = house.syncer.current.served
+        for call in served.rounds.wire_calls() if served else ():
+            if (call.slot, call.attempt) not in answered:
+                answered.add((call.slot, call.attempt))
+                p = call.fragment
+                a.versions[p], a.since[p] = call.version, max(a.since[p], a.steps)
+                a.step()
+                a.bulk.send(a.delta(call))
+                a.since[p] = a.steps
+        a.alive()
+        return None
+
+    return predicate
+
+
+def beats(a: ScriptedLearner) -> list[Beat]:
+    a.listen()
+    return [m for m in a.heard if isinstance(m, Beat)]
+
+
+def finished(a: ScriptedLearner) -> Any:
+    """The newest beat, if the run is over."""
+    return next((beat for beat in beats(a)[-1:] if beat.state == "finished"), None)
+
+
 def test_a_run_ends_with_one_last_round_of_every_fragment_and_books_without_pending(tmp_path: Path) -> None:
     with syncer_house(tmp_path, steps=3) as house:
         a = house.learner("a")
         a.join()
-        answered: set[tuple[int, int]] = set()
-
-        def finished() -> Beat | None:
-            a.listen()
-            for beat in [m for m in a.heard if isinstance(m, Beat)][-1:]:
-                if beat.state == "finished":
-                    return beat
-            served = house.syncer.current.served
-            for call in served.rounds.wire_calls() if served else ():
-                if (call.slot, call.attempt) not in answered:
-                    answered.add((call.slot, call.attempt))
-                    p = call.fragment
-                    a.versions[p], a.since[p] = call.version, max(a.since[p], a.steps)
-                    a.step()
-                    a.bulk.send(a.delta(call))
-                    a.since[p] = a.steps
-            a.alive()
-            return None
-
-        beat = wait_for(finished, "the run is finished")
-        assert beat is not None
+        beat = wait_for(answers_until(house, a, lambda: finished(a)), "the run is finished")
         assert len(beat.model_hash) == 64
         a.step(5)
         a.goodbye("finished", beat.model_hash)
@@ -427,6 +441,45 @@ def test_a_run_ends_with_one_last_round_of_every_fragment_and_books_without_pend
         assert total.reported == total.merged + total.lost
         assert (house.directory / "model.safetensors").is_file()
         assert (house.directory / "summary.json").is_file()
+
+
+def test_nobody_hears_that_the_run_is_over_before_its_end_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with syncer_house(tmp_path, steps=3, checkpoint_every=0) as house:
+        gate, store = threading.Event(), house.syncer.parts.checkpoints
+        save = store.save
+        monkeypatch.setattr(store, "save", lambda *what: (gate.wait(60), save(*what))[1])
+        a = house.learner("a")
+        a.join()
+
+        def drained() -> bool:
+            served = house.syncer.current.served
+            return served is not None and served.rounds.state == "drained"
+
+        wait_for(answers_until(house, a, drained), "every fragment has had its last round")
+        before = len(beats(a))
+        wait_for(lambda: len(beats(a)) >= before + 4, "more beats are heard")
+        assert not any(beat.state == "finished" for beat in beats(a))
+        gate.set()
+        beat = wait_for(lambda: finished(a), "the end is told once it is safe")
+        a.goodbye("finished", beat.model_hash)
+
+
+def test_the_end_is_told_also_where_the_disk_takes_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError("No space left on device")
+
+    with syncer_house(tmp_path, steps=3, checkpoint_every=0) as house:
+        monkeypatch.setattr(house.syncer.parts.checkpoints, "save", full)
+        a = house.learner("a")
+        a.join()
+        beat = wait_for(answers_until(house, a, lambda: finished(a)), "the run is finished")
+        a.goodbye("finished", beat.model_hash)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes when all have acknowledged")
+        assert isinstance(house.failure.pop(), SaveFailed)
 
 
 def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_waits_for_it(house: SyncerHouse) -> None:
