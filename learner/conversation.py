@@ -131,7 +131,11 @@ class Conversation:
         """Another syncer process serves the run, from its newest checkpoint: be welcomed again, fetch everything."""
         if self.epoch >= 0:
             log.info("epoch_changed", epoch=epoch, before=self.epoch)
-        self.epoch, self.phase, self.follower = epoch, Phase.ASKING, None
+        self.epoch = epoch
+        self._ask_anew()
+
+    def _ask_anew(self) -> None:
+        self.phase, self.follower = Phase.ASKING, None
         self._forget_work()
         self.admission.ask_anew()
 
@@ -160,7 +164,10 @@ class Conversation:
             if self.phase is Phase.FOLLOWING:
                 log.warning("reset_ordered", reason=welcome.reason)
                 self._reset()
-        elif self.phase is Phase.ASKING and self._beat is not None:
+        elif self.phase is Phase.FOLLOWING and welcome.verdict == "wait":
+            log.warning("forgotten", reason=welcome.reason)
+            self._ask_anew()
+        elif self._beat is not None and (self.phase is Phase.ASKING or welcome.verdict == "refused"):
             admitted = self.admission.answered(welcome, self._beat)
             if admitted is not None:
                 self._follow(admitted, self._beat, now)
@@ -264,9 +271,9 @@ class Conversation:
             return
         if self.phase is Phase.ASKING:
             yield from self._hellos(now, bulk_proven=bulk_proven)
-        elif self.me.role == "learner" and self.follower is not None:
-            yield from self._alives(now, self.follower, traffic)
-        if self.phase is Phase.FOLLOWING and self.follower is not None:
+        elif self.phase is Phase.FOLLOWING and self.follower is not None:
+            if self.me.role == "learner":
+                yield from self._alives(now, self.follower, traffic)
             for request in self.follower.requests(now):
                 if not self._gathering:
                     log.info("gap", fragment=request.fragment, version=request.version, fetches=request.what)

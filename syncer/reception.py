@@ -70,13 +70,23 @@ class Reception:
         returned = was is not None and was.state == "lost"
         member = members.heard(alive, now)
         if member is None:
-            raise Malformed("stranger", "not a member; say Hello")
+            if was is None:
+                self._tell_stranger(alive, members)
+            raise Malformed("stranger", "not a member")
         served.rounds.report(member.who, alive.tokens)
         if returned:
             self._parts.teller.event("returned", learner=member.name)
         served.figures.stepped(now, alive.since_first_step_seconds)
         if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
             self.reset(member, "it holds other bits than the run")
+
+    def _tell_stranger(self, alive: Alive, members: Members) -> None:
+        """Who was silent for so long that it is no member any more does not know: it would train on for nothing."""
+        holder = members.by_name.get(alive.name)
+        reply = Reply("wait", "you were not heard for long; say Hello again")
+        if holder is not None and holder.state in ("live", "stalled"):
+            reply = Reply("refused", f"another learner took the name {alive.name} while you were not heard")
+        self._answer(alive.name, alive.incarnation, reply)
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
         served, who = self._run.served, (goodbye.name, goodbye.incarnation)

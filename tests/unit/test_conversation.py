@@ -9,9 +9,9 @@ import pytest
 import torch
 from decoupled_diloco.common.codec import digest, model_hash
 from decoupled_diloco.common.config import LearnerConfig, RunSettings
-from decoupled_diloco.common.errors import Orphaned
+from decoupled_diloco.common.errors import Orphaned, Refused
 from decoupled_diloco.common.fragments import Layout, TensorSpec, balanced_plan
-from decoupled_diloco.common.wire import Beat, Fetch, Goodbye, Hello, Keyframe, Message, Plane, Welcome, split
+from decoupled_diloco.common.wire import Alive, Beat, Fetch, Goodbye, Hello, Keyframe, Message, Plane, Welcome, split
 from decoupled_diloco.learner.conversation import Conversation, Phase
 from decoupled_diloco.learner.desk import Desk
 from decoupled_diloco.learner.identity import Identity
@@ -58,9 +58,9 @@ class Talk:
         [part] = split(content)
         self.hear(Keyframe(run="r", epoch=epoch, t=0, version=version, fragment=0, digest=digest(VECTOR), **part), now)
 
-    def welcome(self, now: float, epoch: int = 1) -> None:
+    def welcome(self, now: float, epoch: int = 1, verdict: str = "welcome") -> None:
         self.hear(
-            Welcome(run="r", name="me", incarnation=7, epoch=epoch, verdict="welcome", fragments=1,
+            Welcome(run="r", name="me", incarnation=7, epoch=epoch, verdict=verdict, fragments=1,
                     plan_digest=PLAN.digest), now,
         )  # fmt: skip
 
@@ -118,6 +118,30 @@ def test_while_it_asks_under_a_new_epoch_a_learner_says_nothing_else(joined: Tal
     assert joined.kinds(101.4) == []
     joined.welcome(101.5, epoch=2)
     assert Fetch in joined.kinds(101.6)
+
+
+def test_whoever_has_heard_the_end_says_goodbye_and_is_alive_no_more(joined: Talk) -> None:
+    assert Alive in joined.kinds(101.3)
+    joined.hear(beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR])), 101.4)
+    joined.keyframe(5, 101.5)
+    assert [joined.kinds(103.0 + second) for second in range(3)] == [[Goodbye]] * 3
+
+
+def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whole_model(joined: Talk) -> None:
+    joined.desk.boundary()
+    joined.welcome(101.0, verdict="wait")
+    assert joined.kinds(101.1) == [Hello]
+    joined.welcome(101.2)
+    assert Fetch in joined.kinds(101.3)
+    joined.keyframe(4, 101.4)
+    waits = joined.desk.boundary()
+    assert waits.reset
+    assert [arrival.public.version for arrival in waits.arrivals] == [4]
+
+
+def test_a_learner_whose_name_another_one_has_meanwhile_is_told_so(joined: Talk) -> None:
+    joined.welcome(101.0, verdict="refused")
+    assert isinstance(joined.desk.failure, Refused)
 
 
 def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -> None:

@@ -14,6 +14,7 @@ import torch
 from decoupled_diloco.common.errors import SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
+from decoupled_diloco.syncer import members
 from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
 from waiting import wait_for
@@ -153,6 +154,40 @@ def test_a_restarted_learner_gets_its_name_back_once_the_old_one_is_silent(house
     second = house.learner("a", 2)
     second.wait(Beat)
     wait_for(lambda: second.hello().verdict == "welcome", "the name is free again")
+
+
+def test_a_learner_whose_name_went_to_another_one_meanwhile_is_told_so_when_it_is_back(house: SyncerHouse) -> None:
+    first, second = house.learner("a", 1), house.learner("a", 2)
+    first.join()
+    second.join()
+
+    def told() -> bool:
+        first.alive()
+        second.alive()
+        first.listen()
+        return any(m.verdict == "refused" and m.incarnation == 1 for m in first.heard if isinstance(m, Welcome))
+
+    wait_for(told, "the first one is refused")
+    second.answer(second.call())
+
+
+def test_a_learner_that_was_silent_so_long_that_it_was_forgotten_is_asked_to_say_hello(
+    house: SyncerHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "REMEMBERED", 0)
+    a = house.learner("a")
+    a.join()
+    served = house.syncer.current.served
+    assert served is not None
+    wait_for(lambda: not served.rounds.members.by_name, "it is forgotten")
+
+    def told() -> bool:
+        a.alive()
+        a.listen()
+        return any(m.verdict == "wait" for m in a.heard if isinstance(m, Welcome))
+
+    wait_for(told, "it is asked")
+    wait_for(lambda: a.hello().verdict == "welcome", "it is welcomed again")
 
 
 # --- what is merged --------------------------------------------------------------------------------------------------
