@@ -16,6 +16,10 @@ Who = tuple[str, int]
 """(name, incarnation)"""
 
 
+FORGOTTEN = "(forgotten)"
+"""No learner's name: under it stand together those that ended long ago and are listed no more."""
+
+
 @dataclass(frozen=True)
 class Account:
     """Tokens of one learner, or of all; exact sums over fragments, weighted by parameters, rounded to integers."""
@@ -47,7 +51,7 @@ class Ledger:
     """The books of all learners that are here, and one closed sum per name for those that ended.
 
     `parameters` are the fragments' sizes: the weights of the totals. Memory is O(names x fragments), whatever the
-    number of restarts.
+    number of restarts; and there are only so many names, if those that are gone are forgotten.
     """
 
     def __init__(self, parameters: Sequence[int]) -> None:
@@ -81,6 +85,11 @@ class Ledger:
         if who in self._books:
             self._closed[who[0]] = self._closed.get(who[0], Account()) + self._sum(self._books.pop(who), ended=True)
 
+    def forget(self, name: str) -> None:
+        """Add what `name` did, all of whose books are closed, to what stands under FORGOTTEN."""
+        if name in self._closed:
+            self._closed[FORGOTTEN] = self._closed.get(FORGOTTEN, Account()) + self._closed.pop(name)
+
     def close_all(self) -> None:
         for who in list(self._books):
             self.close(who)
@@ -95,7 +104,7 @@ class Ledger:
         return sum((self._sum(b) for w, b in self._books.items() if w[0] == name), self._closed.get(name, Account()))
 
     def total(self) -> Account:
-        return sum((self.account(name) for name in self.names()), Account())
+        return sum((*self._closed.values(), *(self._sum(book) for book in self._books.values())), Account())
 
     def names(self) -> Iterator[str]:
         return iter(sorted({who[0] for who in self._books} | self._closed.keys()))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.wire import Alive
+from .ledger import FORGOTTEN
 
 SUMMED = (
     "local_steps",
@@ -33,6 +34,12 @@ class Lives:
         if incarnation != alive.incarnation:
             self._ended[alive.name] = _added(self._ended.get(alive.name, _NOTHING), before)
         self._present[alive.name] = (alive.incarnation, {name: getattr(alive, name) for name in SUMMED})
+
+    def forget(self, name: str) -> None:
+        """Add what `name` did to what stands under FORGOTTEN."""
+        self._ended[FORGOTTEN] = _added(self.of(FORGOTTEN), self.of(name))
+        self._ended.pop(name, None)
+        self._present.pop(name, None)
 
     def of(self, name: str) -> Sums:
         """All incarnations of `name` together."""

@@ -182,7 +182,7 @@ class Syncer:
         figures = run_figures(rounds, run.served.figures, run.phase, now)
         teller.run(figures | {"model_hash": run.model_hash, "save_error": self.parts.writer.last_error})
         for member in rounds.members.forget_oldest():
-            rounds.retire(member.who)
+            rounds.forget(member)
             teller.registry.forget_learner(member.name)
         for member in rounds.members.by_name.values():
             teller.member(member, rounds, now)

@@ -136,6 +136,7 @@ class Rounds:
         self._drain_at: float | None = None
         self._drained: set[int] = set()
         self._retired: set[Who] = set()
+        self._forgotten: set[str] = set()
         self.paused = False
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -180,6 +181,11 @@ class Rounds:
     def retire(self, who: Who) -> None:
         """This incarnation is gone for good: its book is closed once no open call holds an answer of it."""
         self._retired.add(who)
+
+    def forget(self, member: Member) -> None:
+        """It is listed no more: of its name nothing stays but what it added to the totals."""
+        self.retire(member.who)
+        self._forgotten.add(member.name)
 
     def succeed(self, who: Who) -> None:
         """This incarnation has its name now: every other one of that name is gone for good."""
@@ -348,6 +354,13 @@ class Rounds:
         for who in sorted(self._retired - held):
             self.ledger.close(who)
             self._retired.discard(who)
+        for name in sorted(self._forgotten):
+            if name in self.members.by_name:
+                self._forgotten.discard(name)
+            elif not any(self.ledger.open_books(name)):
+                self._forgotten.discard(name)
+                self.ledger.forget(name)
+                self.members.lives.forget(name)
 
     def _close(self, call: OpenCall) -> None:
         if self.calls.get(call.fragment) is call:

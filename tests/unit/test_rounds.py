@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.wire import Alive
-from decoupled_diloco.syncer.ledger import Who
-from decoupled_diloco.syncer.members import SILENCE_SECONDS
+from decoupled_diloco.syncer.ledger import FORGOTTEN, Who
+from decoupled_diloco.syncer.members import REMEMBERED, SILENCE_SECONDS
 from decoupled_diloco.syncer.rounds import MAX_LAG, Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -373,6 +373,27 @@ def test_the_end_also_gives_up_a_call_that_was_open_before_it_and_finds_no_quoru
     assert h.rounds.state == "drained"
     assert sorted(u.call.fragment for u in of(h.actions, Unmet)) == list(range(P))
     assert not h.rounds.calls
+
+
+def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_changes() -> None:
+    h = house(1)
+    sizes = []
+    for i in range(1, 3 * REMEMBERED):
+        passer = h.join(f"passer-{i}", 100 + i)
+        h.step(passer, 2)
+        h.rounds.members.leave(passer.who)
+        h.rounds.retire(passer.who)
+        del h.workers[passer.name]
+        for member in h.rounds.members.forget_oldest():
+            h.rounds.forget(member)
+        h.tick()
+        sizes.append(len(json.dumps(h.rounds.to_json())))
+    assert max(sizes) <= 1.2 * sizes[REMEMBERED]
+    steps = 2 * 3 * REMEMBERED
+    assert h.rounds.ledger.total().reported == steps * TOKENS
+    assert h.rounds.members.lives.total()["local_steps"] == steps
+    assert h.rounds.ledger.account("passer-1").reported == 0
+    assert h.rounds.ledger.account(FORGOTTEN).reported == h.rounds.members.lives.of(FORGOTTEN)["local_steps"] * TOKENS
 
 
 def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:
