@@ -54,6 +54,10 @@ class Admission:
             self.desk.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
         elif welcome.verdict == "refused":
             raise Refused(f"run {self.me.run} does not take {self.me.name}: {welcome.reason}")
+        elif welcome.verdict == "seed" and self.plan is not None:
+            raise Refused(  # and the model is not the link's to read once it trains
+                f"run {self.me.run} begins anew and has nothing of what {self.me.name} was part of; start it again"
+            )
         elif welcome.verdict == "seed":
             self.desk.waits_for = "its version 0 to be stored by the syncer"
             if self.seeding.asked(self._plan_of(welcome), welcome.missing, welcome.epoch):

@@ -139,6 +139,13 @@ def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whol
     assert [arrival.public.version for arrival in waits.arrivals] == [4]
 
 
+def test_a_learner_in_training_never_gives_version_0_of_a_run_that_begins_anew(joined: Talk) -> None:
+    joined.hear(beat(epoch=2, versions=()), 101.0)
+    joined.welcome(101.1, epoch=2, verdict="seed")
+    assert isinstance(joined.desk.failure, Refused)
+    assert "anew" in str(joined.desk.failure)
+
+
 def test_a_learner_whose_name_another_one_has_meanwhile_is_told_so(joined: Talk) -> None:
     joined.welcome(101.0, verdict="refused")
     assert isinstance(joined.desk.failure, Refused)
