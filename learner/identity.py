@@ -14,8 +14,9 @@ from typing import Literal
 import msgpack
 import torch
 
+from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout
-from ..common.wire import MAX_COUNT, Hello
+from ..common.wire import MAX_COUNT, Hello, decode, encode
 from .inventory import Entry
 
 
@@ -49,9 +50,9 @@ class Identity:
 
 
 def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:
-    """Who this process is from now on, with the model in `entries`."""
+    """Who this process is from now on, with the model in `entries`. SettingError if a Hello cannot say so."""
     device = next(entry.source.device for entry in entries if entry.kind == "trainable")
-    return Identity(
+    me = Identity(
         run=run,
         name=name,
         incarnation=random.SystemRandom().randrange(1, MAX_COUNT),
@@ -63,6 +64,12 @@ def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = 
         pid=os.getpid(),
         pin=device.type == "cuda" and not observer,
     )
+    try:
+        decode(encode(me.hello()))
+        Layout.from_wire(me.layout.to_wire())
+    except Malformed as wrong:
+        raise SettingError(f"{name} cannot join run {run}, which would not understand its Hello: {wrong}") from wrong
+    return me
 
 
 def default_name() -> str:

@@ -40,6 +40,21 @@ def test_wrong_arguments_are_found_before_anything_is_connected(address: str, mo
         join(address, model, torch.optim.SGD(model.parameters(), lr=1), **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("module", "data_hash", "said"),
+    [("w", "0" * 128, "data_hash"), ("w", "two\nlines", "data_hash"), ("x" * 600, "", "name")],
+    ids=["a hash that is too long", "a hash of two lines", "a name that is too long"],
+)
+def test_what_no_syncer_would_understand_is_said_here_and_not_waited_for(
+    module: str, data_hash: str, said: str
+) -> None:
+    model = nn.Module()
+    model.register_parameter(module, nn.Parameter(torch.zeros(3)))
+    with pytest.raises(SettingError, match=said):
+        join("tcp://127.0.0.1:1", model, torch.optim.SGD(model.parameters(), lr=1), run="r", data_hash=data_hash,
+             join_timeout_seconds=1)  # fmt: skip
+
+
 @pytest.mark.parametrize("host", ["Box_7.Example.ORG", "---", "ü" * 90, "a" * 90])
 def test_a_default_name_is_valid_whatever_the_machine_is_called(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: host)
