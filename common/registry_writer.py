@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from structlog.typing import FilteringBoundLogger
 
 from .config import BEAT_SECONDS
+from .errors import SettingError
 from .redis_client import FAILURES, connect, explain, redact_url
 from .registry_board import WAITING_EVENTS, Batch, Board, Row
 
@@ -68,7 +69,7 @@ class Writer(threading.Thread):
         try:
             self._board.restore(self._session.reconnect())
             vanished = self._session.write(self._board, full=full)
-        except FAILURES as wrong:
+        except (*FAILURES, SettingError) as wrong:  # a file that the URL names may be away for a while
             self._session.disconnect()
             self._lost(wrong)
             return False
@@ -84,7 +85,8 @@ class Writer(threading.Thread):
         self.connected = False
         if self._lost_since is None:
             self._lost_since = time.monotonic()
-            self._log.warning("registry_lost", reason=str(explain(self._url, wrong)))
+            reason = wrong if isinstance(wrong, SettingError) else explain(self._url, wrong)
+            self._log.warning("registry_lost", reason=str(reason))
 
     def _arrived(self, vanished: list[str]) -> None:
         self.connected = True

@@ -380,6 +380,28 @@ def test_a_password_file_holds_it_as_it_is(guarded: EmbeddedStore, tmp_path: Pat
         check_connection(f"redis://127.0.0.1:{guarded.port}/0?password_file=/nowhere")
 
 
+def test_a_password_file_that_is_away_for_a_while_is_told_and_ends_nothing(
+    guarded: EmbeddedStore, tmp_path: Path
+) -> None:
+    file, away = tmp_path / "password", tmp_path / "away"
+    file.write_text(SECRET)
+    url = f"redis://127.0.0.1:{guarded.port}/5?password_file={quote(str(file))}"
+    lines: list[dict[str, Any]] = []
+    registry = Registry(url, "run", logger_into(lines))
+    registry.publish_run(step=1)
+    wait_for(lambda: list_runs(url) == ["run"], "the run appears")
+    file.rename(away)
+    client = redis.Redis(port=guarded.port, password=SECRET)
+    client.client_kill_filter(_type="normal", skipme=True)
+    registry.publish_run(step=2)
+    wait_for(lambda: lines, "it is told")
+    assert "password" in lines[-1]["reason"]
+    away.rename(file)
+    wait_for(lambda: read_status(url, "run")["run"].get("step") == 2, "what happened meanwhile is written")
+    client.close()
+    registry.close()
+
+
 @pytest.mark.parametrize("login", ["", ":wrong-%s@", "ann:wrong-%s@", "nobody:%s@"])
 def test_a_wrong_password_is_called_authentication_and_not_shown(guarded: EmbeddedStore, login: str) -> None:
     url = f"redis://{login.replace('%s', quote(SECRET, safe=''))}127.0.0.1:{guarded.port}/0"
