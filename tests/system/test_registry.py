@@ -15,6 +15,7 @@ from urllib.parse import quote
 import pytest
 import redis
 import structlog
+from decoupled_diloco.common import redis_client, registry_writer
 from decoupled_diloco.common.errors import PeerLost, SettingError
 from decoupled_diloco.common.registry import Keys, Registry, check_connection, list_runs, read_status, redact_url
 from decoupled_diloco.common.registry_board import WAITING_EVENTS
@@ -380,26 +381,37 @@ def test_a_password_file_holds_it_as_it_is(guarded: EmbeddedStore, tmp_path: Pat
         check_connection(f"redis://127.0.0.1:{guarded.port}/0?password_file=/nowhere")
 
 
-def test_a_password_file_that_is_away_for_a_while_is_told_and_ends_nothing(
-    guarded: EmbeddedStore, tmp_path: Path
+def test_a_password_file_that_is_away_while_the_store_is_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refused: list[str] = []
+
+    def connect(url: str) -> Any:
+        try:
+            return redis_client.connect(url)
+        except SettingError as wrong:
+            refused.append(str(wrong))
+            raise
+
+    monkeypatch.setattr(registry_writer, "connect", connect)
     file, away = tmp_path / "password", tmp_path / "away"
     file.write_text(SECRET)
-    url = f"redis://127.0.0.1:{guarded.port}/5?password_file={quote(str(file))}"
     lines: list[dict[str, Any]] = []
-    registry = Registry(url, "run", logger_into(lines))
-    registry.publish_run(step=1)
-    wait_for(lambda: list_runs(url) == ["run"], "the run appears")
-    file.rename(away)
-    client = redis.Redis(port=guarded.port, password=SECRET)
-    client.client_kill_filter(_type="normal", skipme=True)
-    registry.publish_run(step=2)
-    wait_for(lambda: lines, "it is told")
-    assert "password" in lines[-1]["reason"]
-    away.rename(file)
-    wait_for(lambda: read_status(url, "run")["run"].get("step") == 2, "what happened meanwhile is written")
-    client.close()
-    registry.close()
+    with EmbeddedStore(tmp_path / "store", options=("--requirepass", SECRET)) as store:
+        url = f"redis://127.0.0.1:{store.port}/0?password_file={quote(str(file))}"
+        registry = Registry(url, "run", logger_into(lines))
+        registry.publish_run(step=1)
+        wait_for(lambda: list_runs(url) == ["run"], "the run appears")
+        file.rename(away)
+        store.stop()
+        wait_for(lambda: lines, "the loss is told")
+        registry.publish_run(step=2)
+        wait_for(lambda: refused, "the file is missed")
+        store.start()
+        away.rename(file)
+        wait_for(lambda: list_runs(url) == ["run"], "the run appears again")
+        assert read_status(url, "run")["run"]["step"] == 2
+        registry.close()
 
 
 @pytest.mark.parametrize("login", ["", ":wrong-%s@", "ann:wrong-%s@", "nobody:%s@"])
