@@ -123,10 +123,12 @@ class Session:
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
         self._stick: StickCheck | None = StickCheck(replica.source(largest))
         self._exchange.begin(joined)
+        waits = self._desk.boundary()  # what was merged since the welcome
+        if not self._conclude(waits):
+            self._adopt(waits)
         self._stick.adopted()
         self._pace = Pace(time.monotonic())
         self._report()
-        self._conclude(self._desk.boundary())
 
     # --- what a training loop calls ----------------------------------------------------------------------------------
     def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:

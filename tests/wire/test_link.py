@@ -29,7 +29,10 @@ from decoupled_diloco.common.wire import (
     Welcome,
     chunk_count,
 )
-from decoupled_diloco.learner import admission, conversation, follower
+from decoupled_diloco.learner import admission, conversation, follower, session
+from decoupled_diloco.learner.desk import Joined
+from decoupled_diloco.learner.joining import await_joined
+from decoupled_diloco.learner.link import Link
 from decoupled_diloco.learner.replica import Replica, layout_of
 from decoupled_diloco.learner.session import Session, join
 from scripted_syncer import ScriptedSyncer, running_broker
@@ -262,6 +265,23 @@ def test_a_merge_during_the_download_is_not_lost(broker: str, syncer: ScriptedSy
     wait_for(lambda: joined.step(by=0.0) and joined.session.versions[0] == 2, "the merge is adopted")
     joined.session.close("stopped")
     assert (joined.model.wide == 7).all()
+
+
+def test_a_merge_between_the_download_and_the_first_step_is_not_lost(
+    broker: str, syncer: ScriptedSyncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def joined_late(link: Link) -> Joined:
+        joined = await_joined(link)
+        syncer.merge(1, vectors(6.0)[1])
+        wait_for(lambda: 1 in link.desk._arrivals, "version 2 of fragment 1 is here already")
+        return joined
+
+    monkeypatch.setattr(session, "await_joined", joined_late)
+    me = trainer(broker)
+    assert me.session.versions == (1, 2)
+    assert torch.equal(me.model.narrow, torch.full((40,), 6.0))
+    assert syncer.wait_for(Alive, versions=(1, 2))
+    me.session.close("stopped")
 
 
 def test_a_learner_of_a_finished_run_holds_the_final_model_and_takes_no_step(
