@@ -7,7 +7,7 @@ reason (a join, a lost chunk, a gap, a reset), is repaired by the same Fetch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -189,6 +189,8 @@ class Follower:
         incoming = track.updates.get(message.base_version)
         if incoming is None or not _same(incoming.first, message):
             incoming = track.updates[message.base_version] = _Incoming(message, Assembly(size))
+            if track.keyframe is not None and len(track.updates) > UPDATES_KEPT:
+                self._carry(track, track.keyframe, message.base_version)
             for base in sorted(track.updates)[:-UPDATES_KEPT]:
                 del track.updates[base]
         self._came(track, message, now, of_request=not track.wants_keyframe)
@@ -205,14 +207,31 @@ class Follower:
         if message.size != track.keyframe_bytes:
             raise Malformed("size", f"{message.size} bytes where {track.keyframe_bytes} belong")
         incoming = track.keyframe
-        if incoming is not None and message.version < incoming.first.version:
-            return None
+        if incoming is not None:
+            self._carry(track, incoming, message.version)
+            if message.version < incoming.first.version:
+                return None
         if incoming is None or not _same(incoming.first, message):
             incoming = track.keyframe = _Incoming(message, Assembly(message.size))
         self._came(track, message, now, of_request=True)
         if not incoming.assembly.add(message):
             return None
         return self._take_whole(track, incoming, now)
+
+    def _carry(self, track: _Track, keyframe: _Incoming[Keyframe], to_version: int) -> None:
+        """Move on, by the updates that are here, what has come of a keyframe, so that the rest of it may be newer.
+
+        Otherwise no keyframe would ever be complete where a fragment is merged more often than it can be fetched. The
+        codec's blocks do not depend on one another, so that what has not come yet may hold anything meanwhile.
+        """
+        while keyframe.first.version < to_version and track.fragment is not None:
+            update = track.updates.get(keyframe.first.version)
+            if update is None or not update.complete:
+                return
+            del track.updates[keyframe.first.version]
+            values = torch.frombuffer(keyframe.assembly.payload, dtype=torch.float32)
+            values.copy_(apply_step(self.codec, values, update.assembly.payload))
+            keyframe.first = replace(keyframe.first, version=update.first.version, digest=update.first.digest)
 
     def _take_whole(self, track: _Track, incoming: _Incoming[Keyframe], now: float) -> Public | None:
         content, told = incoming.assembly.payload, incoming.first

@@ -146,6 +146,22 @@ def test_updates_that_arrive_during_a_join_are_kept_and_applied_after_it() -> No
     assert moved.contributors == (("a", 1, 2, 3),)
 
 
+@pytest.mark.parametrize("codec", ["f32", "int4"])
+@pytest.mark.parametrize("merges", [1, 5], ids=["a merge a chunk", "five merges a chunk"])
+def test_a_join_ends_also_where_a_fragment_is_merged_more_often_than_it_can_be_fetched(codec: str, merges: int) -> None:
+    plan = plan_of(4 * CHUNK)
+    follower, source, now = follower_of(plan, codec), Source(plan, codec=codec), 0.0
+    for chunk in range(4):
+        list(follower.requests(now))
+        follower.take_keyframe(source.keyframe()[chunk], now := now + 10.0)
+        for _ in range(merges):
+            for update in source.update():
+                follower.take_update(update, now)
+    assert follower.complete
+    assert held(follower)[0] == source.version
+    assert torch.equal(held(follower)[1], source.public)
+
+
 def test_a_newer_keyframe_that_comes_instead_replaces_what_has_come_of_the_older() -> None:
     plan = plan_of(2 * CHUNK)
     follower, source = follower_of(plan), Source(plan)
