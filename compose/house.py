@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..common.errors import DilocoError, SaveFailed, SettingError
 from ..common.log import get_logger
 from ..common.registry import redact_url
 from ..monitor.folder import RunFolder
-from .children import Exit, Family, spawn
+from .children import Exit, Family, Process, spawn
 from .options import ENVIRONMENT
 from .prepare import Prepared
 from .store import EmbeddedStore
@@ -56,6 +57,8 @@ class House:
     def __post_init__(self) -> None:
         self.family = Family()
         self._told_pids: dict[str, int] = {}
+        self._log_began: dict[str, int] = {}
+        """Name -> how long its log was when it was started last."""
         self.folder: RunFolder = self.prepared.folder
         config = self.prepared.config
         self.learners = [f"learner-{number}" for number in range(1, config.learners + 1)]
@@ -89,7 +92,12 @@ class House:
         own = ["--parent", str(os.getpid()), "--log-file", str(self.folder.log(name))]
         command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", *own, kind, *arguments]
         environment = {ENVIRONMENT["redis"]: self.redis} if kind == "syncer" else {}
-        self.family.add(name, lambda: spawn(command, self.folder.stderr(name), threads, environment))
+
+        def launch() -> Process:
+            self._log_began[name] = size_of(self.folder.log(name))
+            return spawn(command, self.folder.stderr(name), threads, environment)
+
+        self.family.add(name, launch)
 
     def tell(self) -> None:
         """Write run.json: where everything is, for `diloco status` and for people."""
@@ -123,11 +131,13 @@ class House:
         if exit_.code == 0:
             return self._ended_well(exit_.name)
         self._check_pointless(exit_, child.false_starts, merged)
-        self.faults += 1
+        self._count_fault(exit_)
         delay = max(0.0, (child.due_at or 0.0) - time.monotonic())
-        log.warning("process_died", name=exit_.name, how=exit_.describe(), lived_seconds=round(exit_.lived_seconds, 1),
-                    again_in_seconds=round(delay, 1))  # fmt: skip
         return f"{exit_.name} died ({exit_.describe()}) and starts again in {delay:.1f} s"
+
+    def _count_fault(self, exit_: Exit) -> None:
+        self.faults += 1
+        log.warning("process_died", name=exit_.name, how=exit_.describe(), lived_seconds=round(exit_.lived_seconds, 1))
 
     def _ended_well(self, name: str) -> str:
         if name == "syncer" and self.folder.summary().get("state") == "finished":
@@ -164,12 +174,23 @@ class House:
         """After the syncer finished: let learners and evaluator end by themselves, then end the rest."""
         now = time.monotonic()
         self._leave_the_dead()
+        late = [name for name in (*self.learners, "evaluator") if not self._has_joined(name)]
+        self.family.stop(late, now + LEARNERS_STOP_SECONDS)  # nobody answers them any more
         self.family.wait(self.learners, now + LEARNERS_FINISH_SECONDS, hurry)
         self.family.wait(["evaluator"], now + EVALUATOR_FINISHES_SECONDS, hurry)
         for exit_ in self.family.look(time.monotonic()):
-            if exit_.code != 0:
-                self._take(exit_, merged=True)
+            if exit_.code != 0 and exit_.name not in late:
+                self._count_fault(exit_)
         self._stop_all()
+
+    def _has_joined(self, name: str) -> bool:
+        """A learner or evaluator that takes part in the run since it was started last; its log says so."""
+        try:
+            with self.folder.log(name).open("rb") as file:
+                file.seek(self._log_began.get(name, 0))
+                return b'"event":"joined"' in file.read()
+        except FileNotFoundError:
+            return False
 
     def stop(self) -> None:
         """The syncer finishes its round, saves and ends; then the learners; then the rest, all within 10 s."""
@@ -200,3 +221,11 @@ class House:
     def _leave_the_dead(self) -> None:
         for child in self.family.children.values():
             child.due_at = None
+
+
+def size_of(path: Path) -> int:
+    """Bytes in a file; 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

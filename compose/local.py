@@ -19,7 +19,7 @@ from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
 from .house import House
 from .prepare import Prepared, prepare
-from .results import SAMPLE_BYTES, SAMPLE_PROMPT, figures, sample_text, show_summary, write_pictures
+from .results import SAMPLE_BYTES, SAMPLE_PROMPT, figures, judge_final, sample_text, show_summary, write_pictures
 from .settings import UpConfig
 from .wish import Wish
 
@@ -122,7 +122,11 @@ def _show(house: House, wish: Wish, console: Console) -> int:
     """Tables, pictures and the model's own words after a finished run; how to go on after a stopped one."""
     told = figures(house.folder)
     if house.finished and not wish.stop:
+        if house.prepared.config.evaluator:
+            judge_final(house.folder, house.prepared.config.data)
         _results(house, console)
+    elif house.finished:
+        console.print(f"finished; its results: diloco report {shlex.quote(house.folder.name)}", soft_wrap=True)
     elif _forget_if_never_begun(house):
         console.print("stopped before anything was trained; nothing is kept")
     else:

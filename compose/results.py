@@ -65,6 +65,26 @@ def write_pictures(folder: RunFolder) -> list[Path]:
     return list(write_report(folder.path))
 
 
+def judge_final(folder: RunFolder, data: Path | None) -> None:
+    """The last evaluation of a finished run, if its evaluator did not live to make it. `data` as `diloco up` has it."""
+    setup, t = folder.setup(), folder.summary()["t"]
+    judged = any(row.get("size") == "full" and row.get("t", 0) >= t for row in folder.evaluations())
+    if judged or setup.task is None:
+        return
+    from safetensors.torch import load_file
+
+    from ..learner.evaluator import CHOOSING, REPORTED, Judge, Record
+    from ..learner.text import load_corpus
+    from ..learner.transformer import Transformer
+
+    model = Transformer(setup.task, setup.settings.seed)
+    model.load_state_dict(load_file(folder.model))
+    corpus = load_corpus(data, setup.task.sequence_length)
+    judge, record = Judge(model, corpus, setup.task, setup.settings.seed), Record(folder.path)
+    for part in (CHOOSING, REPORTED):
+        record.add(judge.judge(part, "full", t))
+
+
 def export_model(folder: RunFolder, to: Path | None = None) -> Path:
     """The global model as safetensors; of a run that is up, its newest checkpoint. SettingError if there is none."""
     from ..syncer.checkpoint import Checkpoints
