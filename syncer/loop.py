@@ -52,7 +52,7 @@ class Syncer:
         self._beat_at = 0.0
         self._stop_at: float | None = None
         self._finished_at: float | None = None
-        self._below_quorum_at = 0.0
+        self._below_quorum_at: float | None = None
         self._saved_step = 0
 
     def run(self) -> None:
@@ -140,6 +140,8 @@ class Syncer:
 
     def _say_below_quorum(self, served: Served, now: float) -> None:
         able, quorum = served.rounds.may_answer(), self.current.settings.quorum
+        if self._below_quorum_at is None:
+            self._below_quorum_at = now  # at a start everybody is about to come
         if able < quorum and now - self._below_quorum_at >= BELOW_QUORUM_SECONDS:
             self._below_quorum_at = now
             self.parts.teller.warn("below_quorum", have=able, quorum=quorum, sentence=f"{able} of {quorum} learners")
