@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from house import House, Process
+from waiting import wait_for
 
 STEPS = 3000
 """Many times as long as the kills take, since training goes on meanwhile."""
@@ -22,18 +26,26 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> House:
             versions, before = house.versions(), versions
             assert all(now > then for now, then in zip(versions, before, strict=True)), (name, before, versions)
         assert house.told["faults"] == 5
+        wait_for(lambda: house.events("syncer", "finished"), "the last round is over", 120)
+        os.kill(house.pid_of("evaluator"), signal.SIGKILL)
         house.figures()
     return house
 
 
 def test_a_run_survives_the_death_of_each_of_its_processes(finished: House) -> None:
     told = finished.check_figures()
-    assert told["faults"] == 5
+    assert told["faults"] == 6
     assert told["steps"] == STEPS
     assert told["val_loss_last"] < told["val_loss_first"]
     assert not finished.events("syncer", "model_hash_differs")
     assert not finished.events("syncer", "drain_unmet")
     assert {row["name"] for row in told["learners"]} == {"learner-1", "learner-2"}
+
+
+def test_the_final_model_is_judged_although_the_evaluator_died_before_it_could(finished: House) -> None:
+    last = finished.folder.evaluations()[-1]
+    assert (last["t"], last["size"], last["part"]) == (STEPS, "full", "B")
+    assert finished.check_figures()["val_loss_last"] == last["val_loss"]
 
 
 def test_versions_never_go_back_whoever_dies(finished: House) -> None:
