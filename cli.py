@@ -29,7 +29,7 @@ DATA = click.option(
     "--data", type=click.Path(path_type=Path), help="A text file or a folder of them. Without it: Python's own library."
 )
 THREADS = click.option(
-    "--threads", type=int, default=0, show_default=True, help="Threads to compute with. 0 = all cores."
+    "--threads", type=click.IntRange(0), default=0, show_default=True, help="Threads to compute with. 0 = all cores."
 )
 REDIS = click.option(
     "--redis",
@@ -74,9 +74,10 @@ def _log(context: click.Context, process: str) -> None:
 @options_of(UpConfig)
 @click.pass_context
 def up(context: click.Context, /, **given: Any) -> int:
-    """Train on this machine: store, broker, syncer, evaluator and learners, kept alive until the last step.
+    """Train on this machine, with all parts as processes.
 
-    Ctrl-C once finishes the round, saves and ends; twice ends at once. `--resume runs/NAME` goes on.
+    Store, broker, syncer, evaluator and learners are kept alive until the last step. Ctrl-C once finishes the round,
+    saves and ends; twice ends at once. `--resume NAME` goes on.
     """
     from .compose import local
 
@@ -107,7 +108,10 @@ def broker(context: click.Context, /, **given: Any) -> int:
 @options_of(TaskSettings)
 @click.pass_context
 def syncer(context: click.Context, /, **given: Any) -> int:
-    """Hold the global model: call for the learners' progress, merge it, publish it. Goes on where its folder stands."""
+    """Hold the global model, and merge into it what learners send.
+
+    It goes on where its folder stands, and ends with the run.
+    """
     from .compose.standalone import syncer_config
 
     config = syncer_config(given, explicit(context))
@@ -127,7 +131,13 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 @THREADS
 @click.pass_context
 def learner(context: click.Context, /, **given: Any) -> int:
-    """Join a run, train the built-in language model, and leave by Ctrl-C whenever you like."""
+    """Join a run and train the built-in language model.
+
+    Leave by Ctrl-C whenever you like; the others go on.
+    """
+    # Threads that spin while they wait for one another take the cores away from this machine's other processes, and
+    # wait for cores themselves: steps then last many times as long. Read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .learner.__main__ import main as run_learner
     from .learner.identity import default_name
 
@@ -139,12 +149,18 @@ def learner(context: click.Context, /, **given: Any) -> int:
 
 @group.command()
 @BROKER
-@options_of(LearnerConfig, leave_out=("broker", "name", "orphan_timeout_seconds"))
+@options_of(LearnerConfig, leave_out=("broker", "name", "directory", "orphan_timeout_seconds"))
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    help="Where evaluations.jsonl is written: the run's folder. Without it: the working directory.",
+)
 @DATA
 @click.option("--eval-every", type=float, default=15.0, show_default=True, help="Seconds between two evaluations.")
 @click.pass_context
 def evaluator(context: click.Context, /, **given: Any) -> int:
-    """Observe a run without a vote, and judge its global model on held-out text."""
+    """Judge a run's global model on held-out text, without a vote."""
     config = made_of(LearnerConfig, given | {"name": "evaluator"})
     _log(context, "evaluator")
     os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
@@ -158,7 +174,10 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
 @REDIS
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def status(run: str, redis: str | None, *, as_json: bool) -> int:
-    """Show how a run stands: RUN is its name or folder; without it, the run that is up here."""
+    """Show how a run stands.
+
+    RUN is its name or folder; without it, the run that is up here.
+    """
     from .monitor.status import find_source
     from .monitor.watch import table
 
@@ -176,7 +195,10 @@ def status(run: str, redis: str | None, *, as_json: bool) -> int:
 @RUN_ARGUMENT
 @REDIS
 def watch(run: str, redis: str | None) -> int:
-    """Watch a run until it ends or you press Ctrl-C; RUN as in `diloco status`."""
+    """Watch a run until it ends or you press Ctrl-C.
+
+    RUN is its name or folder; without it, the run that is up here.
+    """
     from .monitor.status import find_source
     from .monitor.watch import follow
 
@@ -189,7 +211,10 @@ def watch(run: str, redis: str | None) -> int:
 @click.option("--bytes", "length", type=int, default=200, show_default=True, help="How many bytes to write after it.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed writes another text.")
 def sample(run: str, prompt: str, length: int, seed: int) -> int:
-    """Let the global model of RUN (a name or a folder) write."""
+    """Let the global model of a run write.
+
+    RUN is its name or folder. Of a run that is not over, the newest checkpoint writes.
+    """
     from .compose.results import sample_text
     from .monitor.folder import find
 
@@ -201,7 +226,10 @@ def sample(run: str, prompt: str, length: int, seed: int) -> int:
 @click.argument("run")
 @click.option("--to", type=click.Path(path_type=Path), help="The file to write. Without it: RUN's model.safetensors.")
 def export(run: str, to: Path | None) -> int:
-    """Write the global model of RUN (a name or a folder) as a safetensors file."""
+    """Write the global model of a run to a safetensors file.
+
+    RUN is its name or folder. Of a run that is not over, it is the newest checkpoint.
+    """
     from .compose.results import export_model
     from .monitor.folder import find, shown
 
@@ -212,7 +240,10 @@ def export(run: str, to: Path | None) -> int:
 @group.command()
 @click.argument("run")
 def report(run: str) -> int:
-    """Write metrics.csv and loss.png of RUN (a name or a folder), and show its figures."""
+    """Write a run's metrics.csv and loss.png, and show its figures.
+
+    RUN is its name or folder.
+    """
     from .compose.results import show_report
     from .monitor.folder import find
 

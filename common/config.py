@@ -25,6 +25,13 @@ MOMENTUM_ROUNDS = 100
 """Below so many rounds a fragment, outer momentum was measured to end worse than none."""
 SILENT_BEATS = 3
 """A peer not heard for so many beats is lost."""
+FLAGS = {
+    "directory": "--dir",
+    "join_timeout_seconds": "--join-timeout",
+    "orphan_timeout_seconds": "--orphan-timeout",
+    "as_json": "--json",
+}
+"""Settings whose option is not simply their name with dashes."""
 
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("f32", "bf16", "int8", "int4")
@@ -52,7 +59,7 @@ def _within(settings: object, name: str, low: float, high: float) -> None:
 
 def flag(name: str) -> str:
     """How a setting is written on the command line: `sync_every` -> `--sync-every`."""
-    return "--" + name.replace("_", "-")
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 class FromMap:

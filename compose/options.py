@@ -18,13 +18,6 @@ from ..common.config import flag
 Command = TypeVar("Command", bound=Callable[..., Any])
 Made = TypeVar("Made")
 
-FLAGS = {
-    "directory": "--dir",
-    "join_timeout_seconds": "--join-timeout",
-    "orphan_timeout_seconds": "--orphan-timeout",
-    "as_json": "--json",
-}
-"""Fields whose option is not simply their name with dashes."""
 ENVIRONMENT = {"redis": "DILOCO_REDIS"}
 """Fields that may also come from the environment: a password in it is not shown by `ps`."""
 
@@ -60,7 +53,7 @@ def _option(settings: type[Any], name: str, shown: str | bool) -> Callable[[Comm
     (spec,) = (f for f in fields(settings) if f.name == name)
     hint = get_type_hints(settings)[name]
     required = spec.default is MISSING
-    spelling = FLAGS.get(name, flag(name))
+    spelling = flag(name)
     if hint is bool and not spec.default:
         return click.option(spelling, name, is_flag=True, help=_help(settings, name))
     if hint is bool:

@@ -13,8 +13,7 @@ from ..common.config import RunSettings, TaskSettings, flag
 from ..common.errors import SettingError
 from ..common.fragments import balanced_plan
 from ..common.registry import check_connection
-from ..monitor.folder import RUNS, RunFolder, Setup
-from .options import FLAGS
+from ..monitor.folder import RUNS, RunFolder, Setup, find
 from .ports import broker_port, check_free
 from .settings import UpConfig
 
@@ -52,7 +51,7 @@ def prepare(config: UpConfig, settings: RunSettings, task: TaskSettings, told: C
 
 
 def _resume(path: Path, config: UpConfig, settings: RunSettings, task: TaskSettings, told: Collection[str]) -> Prepared:
-    folder = RunFolder.open(path)
+    folder = find(str(path))
     setup = folder.setup()
     if setup.task is None:
         raise SettingError(f"the learners of {folder.name} bring their own model; start its syncer by `diloco syncer`")
@@ -87,7 +86,7 @@ def refuse_changes(
     for f in fields(given):
         wanted, has = getattr(given, f.name), getattr(kept, f.name)
         if f.name in told and f.name != "steps" and wanted != has:
-            option = FLAGS.get(f.name, flag(f.name))
+            option = flag(f.name)
             raise SettingError(f"{option} {wanted} cannot change {folder.name}, which has {has}; leave {option} out")
 
 

@@ -29,7 +29,7 @@ class UpConfig:
     directory: Path | None = None
     """The run's folder. Without it: runs/NAME."""
     resume: Path | None = None
-    """Go on with the run in this folder, with its settings; --steps may be raised."""
+    """Go on with this run (its folder or name), with its settings; --steps may be raised."""
     redis: str | None = None
     """URL of a Redis or Valkey to use, like redis://HOST:6379/0. Without it a store of its own is started."""
     redis_port: int = 0

@@ -38,6 +38,8 @@ def main(config: LearnerConfig, data: Path | None, eval_every_seconds: float) ->
 
     Raises a DilocoError with its own code: no run there, one that trains another text, or no text at all.
     """
+    if not eval_every_seconds > 0:
+        raise SettingError(f"--eval-every must be greater than 0 seconds, not {eval_every_seconds}")
     Leave()
     torch.set_num_threads(1)
     try:

@@ -93,6 +93,15 @@ def test_every_option_explains_itself_and_shows_its_default(name: str) -> None:
         assert option.show_default or not has_default, f"diloco {name} {option.opts[0]} hides its default"
 
 
+def test_the_list_of_commands_tells_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        assert run_command(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert listed.count("\n") > len(group.commands)
+    assert "..." not in listed
+
+
 def test_up_takes_every_setting_of_a_run() -> None:
     known = {spelling for option in group.commands["up"].params for spelling in option.opts}
     assert set(UP_OPTIONS) <= known
@@ -138,6 +147,7 @@ def test_counts_of_zero_and_below_are_refused(refuse: Refuse, option: str, value
         (["--redis", "redis://localhost", "--redis-port", "7000"], ["--redis-port"]),
         (["--redis", "http://localhost"], ["--redis"]),
         (["--resume", "nowhere"], ["nowhere"]),
+        (["--resume", ""], ["no run"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_sentence(
@@ -209,6 +219,32 @@ def stopped(tmp_path: Path) -> RunFolder:
     prepared = prepare(config, RunSettings(steps=100), TaskSettings(), ())
     prepared.lock.close()
     return prepared.folder
+
+
+def test_a_run_is_resumed_by_its_name_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_bytes(b"x" * 500)
+    config = UpConfig(data=tmp_path / "text")
+    prepare(config, RunSettings(run="mine"), TaskSettings(), {"run"}).lock.close()
+    again = prepare(UpConfig(resume=Path("mine")), RunSettings(), TaskSettings(), {"resume"})
+    again.lock.close()
+    assert again.folder.name == "runs/mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["learner", "--threads", "-1"], "--threads"),
+        (["learner", "--join-timeout", "0"], "--join-timeout must"),
+        (["learner", "--orphan-timeout", "-1"], "--orphan-timeout must"),
+        (["evaluator", "--eval-every", "0"], "--eval-every"),
+        (["evaluator", "--eval-every", "nan"], "--eval-every"),
+    ],
+)
+def test_numbers_that_a_learner_or_evaluator_cannot_use_are_refused(
+    refuse: Refuse, arguments: list[str], named: str
+) -> None:
+    assert named in refuse(*arguments)
 
 
 def test_a_resumed_run_keeps_its_settings_and_may_have_more_steps(stopped: RunFolder) -> None:
