@@ -6,6 +6,7 @@
     {"ts":"2026-01-31T12:00:01.018Z","level":"info","process":"syncer","event":"delta_taken","fragment":3,...}
     12:00:01 syncer delta_taken fragment=3 learner=a slot=41 seconds=0.018
 
+The terminal is spared: what happens many times a second has a few lines there, and all of them only in the file.
 Whatever stands in a name or a value, one event is one line: control characters are escaped, the JSON is pure ASCII.
 structlog's global settings are left alone, since `join()` runs inside somebody else's program.
 """
@@ -18,6 +19,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
 from numbers import Integral, Real
@@ -29,6 +31,8 @@ from structlog.typing import FilteringBoundLogger
 
 from .errors import SettingError
 
+CALM_SECONDS, CALM_LINES = 10.0, 3
+"""In so many seconds the terminal gets so many lines of one kind of event about one learner. Warnings all pass."""
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _OWN_FIELDS = ("ts", "level", "process", "event")
 
@@ -44,6 +48,7 @@ def configure(process: str, *, json_file: Path | None = None, level: str = "info
     file = None if json_file is None else _LineFile(json_file)
     old, _outputs.file = _outputs.file, file
     _outputs.process, _outputs.threshold, _outputs.terminal = process, LEVELS[level], terminal
+    _outputs.calm = _Calm()
     if old is not None:
         old.close()
 
@@ -90,6 +95,25 @@ class _LineFile:
         os.close(self._descriptor)
 
 
+class _Calm:
+    """How often the terminal heard of what lately."""
+
+    def __init__(self) -> None:
+        self._heard: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def left_out(self, event: Mapping[str, Any]) -> int | None:
+        """How many events like this one were left out before it; None if it is to be left out as well."""
+        key, now = (event["event"], str(event.get("learner", ""))), time.monotonic()
+        since, times = self._heard.get(key, (now, 0))
+        if now - since < CALM_SECONDS:
+            self._heard[key] = (since, times + 1)
+            return 0 if times < CALM_LINES else None
+        if len(self._heard) > 1000:  # learners come and go
+            self._heard.clear()
+        self._heard[key] = (now, 1)
+        return max(0, times - CALM_LINES)
+
+
 class _Outputs:
     """Where finished events go. Loggers share the one instance, so that `configure` reaches those made before it."""
 
@@ -98,6 +122,7 @@ class _Outputs:
         self.threshold = LEVELS["info"]
         self.terminal = True
         self.file: _LineFile | None = None
+        self.calm = _Calm()
         self._lock = threading.Lock()
 
     def msg(self, **event: Any) -> None:
@@ -105,7 +130,13 @@ class _Outputs:
             if self.file is not None:
                 self.file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
             if self.terminal:
-                _to_terminal(_human_line(event))
+                self._show(event)
+
+    def _show(self, event: Mapping[str, Any]) -> None:
+        spared = event["level"] == "info" and self.threshold == LEVELS["info"]
+        left_out = self.calm.left_out(event) if spared else 0
+        if left_out is not None:
+            _to_terminal(_human_line(event) + (f" (and {left_out} like it)" if left_out else ""))
 
     debug = info = warning = error = critical = msg
 
@@ -153,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 def _human_line(event: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in event.items() if key not in _OWN_FIELDS}
+    rest = {key: value for key, value in event.items() if key not in (*_OWN_FIELDS, "part")}
     traceback = rest.pop("exception", None)
     words = [datetime.now().astimezone().strftime("%H:%M:%S"), printable(event["process"])]
     if LEVELS[event["level"]] > LEVELS["info"]:

@@ -31,7 +31,9 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
         beat = discover(config.broker, config.run, config.join_timeout_seconds)
         task, seed = task_of(beat), RunSettings.from_map(beat.settings).seed
         corpus = load_corpus(data, task.sequence_length)
-        log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256)
+        log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256[:16])
+        if beat.data_hash not in ("", corpus.sha256):
+            log.warning("text_differs", run=beat.run, sentence="the run began with another text; both are learned")
         model = Transformer(task, seed).to(place)
         optimizer = make_optimizer(model)
         session = join(

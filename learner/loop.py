@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 from torch import Tensor, nn
 
+from ..common.log import get_logger
 from .session import Session
 from .text import Batches
 from .transformer import Transformer, loss_of
 
+log = get_logger("learner")
+
+SAY_SECONDS = 10.0
+"""Between two lines about how it goes."""
 RAMP_STEPS = 20
 """A learner's own first steps, in which Adam's moments are still young: its rate rises over them, whenever it joins."""
 CLIP_NORM = 1.0
@@ -28,11 +34,15 @@ def train(
     stop: threading.Event,
 ) -> None:
     """Inner steps until the run is over or `stop` is set; then the model holds what the session left in it."""
+    said_at = time.monotonic()
     for local_step, (inputs, targets) in enumerate(batches):
         rate = inner_lr * schedule(session.progress.fraction, local_step)
         loss = inner_step(model, optimizer, inputs, targets, rate)
         if not session.step(tokens=targets.numel(), loss=loss) or stop.is_set():
             return
+        if time.monotonic() - said_at >= SAY_SECONDS:
+            said_at, run = time.monotonic(), session.progress
+            log.info("training", step=run.step, steps=run.steps, loss=round(loss, 3), local_steps=session.local_steps)
 
 
 def schedule(fraction: float, local_step: int) -> float:

@@ -78,6 +78,30 @@ def test_the_terminal_gets_a_short_line(capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(r"\d\d:\d\d:\d\d syncer WARNING learner_lost", second)
 
 
+def test_the_terminal_is_spared_what_happens_all_the_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("decoupled_diloco.common.log.time.monotonic", lambda: now)
+    configure("syncer", json_file=tmp_path / "log.jsonl")
+    log = get_logger("loop")
+    for fragment in range(10):
+        log.info("merged", fragment=fragment)
+        log.info("joined", learner=f"learner-{fragment}")
+        log.warning("rejected", learner="a")
+    shown = capsys.readouterr().err
+    assert (shown.count("merged"), shown.count("joined"), shown.count("rejected")) == (3, 10, 10)
+    assert "part=" not in shown
+    now = 11.0
+    log.info("merged", fragment=10)
+    assert capsys.readouterr().err.endswith(" merged fragment=10 (and 7 like it)\n")
+    assert sum(event["event"] == "merged" for event in events(tmp_path / "log.jsonl")) == 11
+    configure("syncer", level="debug")
+    for _ in range(10):
+        log.info("merged")
+    assert capsys.readouterr().err.count("merged") == 10
+
+
 def test_no_text_can_forge_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "log.jsonl"
     configure("syncer", json_file=file)

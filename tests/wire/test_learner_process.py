@@ -98,7 +98,7 @@ def test_a_run_of_somebodys_own_model_is_no_place_for_the_built_in_learner(run: 
 
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])
 def test_a_device_that_is_not_here_is_named(device: str) -> None:
-    with pytest.raises(SettingError, match=f"--device {device} cannot be used here: .+"):
+    with pytest.raises(SettingError, match=f"--device {device} (is unknown; choose|cannot be used here: .+)"):
         main(LearnerConfig(broker="tcp://127.0.0.1:1", name="a"), device=device)
 
 
@@ -130,6 +130,16 @@ def test_a_learner_that_is_asked_to_stop_says_goodbye_and_ends_well(run: TextRun
     process.send_signal(signal.SIGTERM)
     assert ended(process) == 0
     assert [goodbye.reason for goodbye in run.all_of(Goodbye)][-1] == "left"
+
+
+def test_a_learner_with_a_text_of_its_own_warns_and_trains(run: TextRun, book: Path) -> None:
+    run.data_hash = "ab" * 32
+    process = started("learner", run.address, "--name", "a", "--data", str(book), "--threads", "1")
+    wait_for(lambda: any(alive.local_steps > 0 for alive in run.all_of(Alive, name="a")), "inner steps", 60)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, told
+    assert "WARNING text_differs" in told
 
 
 def test_a_learner_that_still_waits_for_a_run_stops_at_once() -> None:
