@@ -56,7 +56,8 @@ class House:
 
     def __post_init__(self) -> None:
         self.family = Family()
-        self._told_pids: dict[str, int] = {}
+        self._told_pids: dict[str, int] | None = {}
+        """What run.json says; None while it is not known to be true."""
         self._log_began: dict[str, int] = {}
         """Name -> how long its log was when it was started last."""
         self.folder: RunFolder = self.prepared.folder
@@ -100,19 +101,27 @@ class House:
         self.family.add(name, launch)
 
     def tell(self) -> None:
-        """Write run.json: where everything is, for `diloco status` and for people."""
-        self._told_pids = self.family.pids()
-        self.folder.write_run_map(
-            {
-                "run": self.prepared.setup.settings.run,
-                "pid": os.getpid(),
-                "broker": self.broker,
-                "redis": redact_url(self.redis),
-                "learners_asked": self.learners,
-                "faults": self.faults,
-                "processes": self._told_pids,
-            }
-        )
+        """Write run.json: where everything is, for `diloco status` and for people. A full disk ends no run: as long as
+        it cannot be written, it is tried again at each look.
+        """
+        pids = self.family.pids()
+        rows = {
+            "run": self.prepared.setup.settings.run,
+            "pid": os.getpid(),
+            "broker": self.broker,
+            "redis": redact_url(self.redis),
+            "learners_asked": self.learners,
+            "faults": self.faults,
+            "processes": pids,
+        }
+        try:
+            self.folder.write_run_map(rows)
+        except OSError as wrong:
+            if self._told_pids is not None:
+                log.warning("run_map_not_written", error=str(wrong))
+            self._told_pids = None
+        else:
+            self._told_pids = pids
 
     # --- while it runs -----------------------------------------------------------------------------------------------
     def look(self, *, merged: bool) -> list[str]:

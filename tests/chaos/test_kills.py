@@ -19,22 +19,35 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> House:
     place = tmp_path_factory.mktemp("kills")
     with House(place, "--checkpoint-every", "50", steps=STEPS, evaluator=True) as house:
         house.wait_until_it_runs()
+        die_while_nothing_can_be_written(house, "learner-2")
         versions = house.versions()
         for name in ("store", "learner-1", "broker", "evaluator", "syncer"):
             house.kill(name)
             house.wait_for_versions(2, f"after the death of the {name}")
             versions, before = house.versions(), versions
             assert all(now > then for now, then in zip(versions, before, strict=True)), (name, before, versions)
-        assert house.told["faults"] == 5
+        assert house.told["faults"] == 6
         wait_for(lambda: house.events("syncer", "finished"), "the last round is over", 120)
         os.kill(house.pid_of("evaluator"), signal.SIGKILL)
         house.figures()
     return house
 
 
+def die_while_nothing_can_be_written(house: House, name: str) -> None:
+    """run.json cannot be replaced for a while, as on a full disk."""
+    before, pid = house.learner(name)["incarnation"], house.pid_of(name)
+    obstacle = house.folder.path / "run.json.new"
+    obstacle.mkdir()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: house.learner(name)["incarnation"] != before, f"another {name} has joined", 90)
+    assert house.pid_of(name) == pid, "nobody could be told"
+    obstacle.rmdir()
+    wait_for(lambda: house.pid_of(name) not in (0, pid), "run.json says it as soon as it can")
+
+
 def test_a_run_survives_the_death_of_each_of_its_processes(finished: House) -> None:
     told = finished.check_figures()
-    assert told["faults"] == 6
+    assert told["faults"] == 7
     assert told["steps"] == STEPS
     assert told["val_loss_last"] < told["val_loss_first"]
     assert not finished.events("syncer", "model_hash_differs")
