@@ -23,6 +23,8 @@ MESSAGE_BYTES = CHUNK_BYTES + 2**16
 BEAT_SECONDS = 1.0
 MOMENTUM_ROUNDS = 100
 """Below so many rounds a fragment, outer momentum was measured to end worse than none."""
+MAX_LAG = 2
+"""Versions that a delta's anchor may lag behind: staleness is cheap, discarding is dear."""
 SILENT_BEATS = 3
 """A peer not heard for so many beats is lost."""
 FLAGS = {

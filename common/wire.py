@@ -417,8 +417,6 @@ MESSAGES: dict[str, type[Message]] = {
 }
 FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed"})
 NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed"})
-FROM_LEARNER = frozenset({"hello", "alive", "goodbye", "fetch", "delta", "seed"})
-FROM_OBSERVER = frozenset({"hello", "fetch"})
 
 
 def beat_topic(run: str = "") -> bytes:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..common.config import MAX_LAG
 from ..common.wire import Call
-
-MAX_LAG = 2
-"""A delta's base may be so many versions behind the fragment's current one."""
 
 
 @dataclass(frozen=True)

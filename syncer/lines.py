@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,11 +112,8 @@ class Lines:
 
     @property
     def gaps(self) -> int:
+        """Messages of learners that never came, by the numbers of those that did."""
         return self._control.gaps + self._bulk.gaps
-
-    @property
-    def rejected(self) -> Counter[str]:
-        return self._control.rejected + self._bulk.rejected
 
     def close(self) -> None:
         for up in self._up.values():

@@ -301,6 +301,7 @@ class Syncer:
                 "learners": learner_rows(served.rounds),
                 "rejected": self.parts.teller.rejections(),
                 "messages_dropped": self.parts.lines.dropped,
+                "messages_missed": self.parts.lines.gaps,
                 "syncer_bytes_up": self.parts.lines.bytes_up,
                 "syncer_bytes_down": self.parts.lines.bytes_down,
             },

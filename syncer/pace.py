@@ -29,10 +29,6 @@ class Schedule:
     def cycle_of(self, slot: int) -> int:
         return slot // self.P
 
-    def is_last(self, slot: int) -> bool:
-        """No slot after this one opens before global step T."""
-        return self.step_of(slot + 1) >= self.T
-
     @property
     def steps_between(self) -> float:
         """H / P: typical inner steps from one slot to the next."""

@@ -15,14 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..common.config import RunSettings
+from ..common.config import MAX_LAG, RunSettings
 from ..common.wire import Call
 from .ledger import Ledger, Who
 from .members import Member, Members
 from .pace import Ema, Schedule, grace_seconds
 
-MAX_LAG = 2
-"""Versions that an answer's anchor may lag behind: staleness is cheap, discarding is dear."""
 FIRST_STEP_PATIENCE_SECONDS = 60.0
 """The first call waits for each newcomer's first timed step, but no longer than this after its join."""
 GRACE_SPREAD = 2.0

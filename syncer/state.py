@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from ..common.codec import decode_delta, digest, encode_step, model_hash
-from ..common.config import RunSettings
+from ..common.config import MAX_LAG, RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Fragment, Plan
 from .merge import merge as merge_deltas
 from .merge import norm
 from .outer import outer_step
-
-MAX_LAG = 2
-"""A delta may be measured from a version that is so many behind the current one."""
 
 
 @dataclass(frozen=True, kw_only=True)

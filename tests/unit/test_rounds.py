@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.config import MAX_LAG, RunSettings
 from decoupled_diloco.common.wire import Alive
 from decoupled_diloco.syncer.ledger import FORGOTTEN, Who
 from decoupled_diloco.syncer.members import REMEMBERED, SILENCE_SECONDS
-from decoupled_diloco.syncer.rounds import MAX_LAG, Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
+from decoupled_diloco.syncer.rounds import Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
