@@ -44,6 +44,7 @@ def up(
             _begin_log(prepared, logging)
             house = House(prepared)
             wish.at_once = house.family.kill_now
+            wish.last_words = f"ended at once; go on by: diloco up --resume {shlex.quote(house.folder.name)}"
             try:
                 _serve(house, wish, console)
             except DilocoError as wrong:
@@ -140,7 +141,7 @@ def _show(house: House, wish: Wish, console: Console) -> int:
 def _results(house: House, console: Console) -> None:
     folder = house.folder
     write_pictures(folder)
-    show_summary(folder, console)
+    show_summary(figures(folder), console)
     console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
     console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
     console.rule(style="dim")

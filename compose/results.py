@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.table import Table
 from ..common.errors import SettingError
 from ..monitor.folder import RunFolder
 from ..monitor.outcome import outcome
+from ..monitor.status import find_source
 from ..monitor.watch import duration, size
 
 SAMPLE_BYTES = 200
@@ -37,9 +40,8 @@ def figures(folder: RunFolder) -> dict[str, Any]:
     return outcome(summary, asked=asked, faults=told.get("faults", 0), evaluations=folder.evaluations())
 
 
-def show_summary(folder: RunFolder, console: Console) -> None:
-    """The figures as tables."""
-    told = figures(folder)
+def show_summary(told: Mapping[str, Any], console: Console) -> None:
+    """The figures as a table; what is not known is left out."""
     rows = Table(title=f"run {told['run']}", title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
     first, last = told["val_loss_first"], told["val_loss_last"]
     if last is not None:
@@ -50,11 +52,15 @@ def show_summary(folder: RunFolder, console: Console) -> None:
         if told[name] is not None:
             rows.add_row(name.replace("_", " "), str(told[name]))
     if told["tokens_reported"] is not None:
+        rows.add_row("tokens reported", f"{told['tokens_reported']:,}")
         counts = ", ".join(f"{told[f'tokens_{what}']:,} {what}" for what in ("merged", "pending", "lost"))
-        rows.add_row("tokens", f"{told['tokens_reported']:,} reported = {counts}")
-    rows.add_row("bytes", f"{size(told['bytes_up'])} up, {size(told['bytes_down'])} down "
-                          f"(f32 all-reduce at each step: {size(told['bytes_f32_allreduce'])})")  # fmt: skip
-    rows.add_row("time", duration(told["seconds"]))
+        rows.add_row("", f"= {counts}")
+    if told["bytes_up"] or told["bytes_down"]:
+        rows.add_row("bytes", f"{size(told['bytes_up'])} up, {size(told['bytes_down'])} down")
+    if told["bytes_f32_allreduce"]:
+        rows.add_row("f32 all-reduce", f"{size(told['bytes_f32_allreduce'])}, if it were made at each step")
+    if told["seconds"] is not None:
+        rows.add_row("time", duration(told["seconds"]))
     console.print(rows)
 
 
@@ -133,9 +139,15 @@ def _current_model(folder: RunFolder) -> Path:
 
 
 def show_report(folder: RunFolder) -> int:
-    """`diloco report`: the files, then the figures."""
+    """`diloco report`: the files, then the figures; of a run that is up, as they are now."""
     console = Console()
+    told = figures(folder)
+    if folder.is_up():
+        with suppress(SettingError):  # its store wants a password
+            told = find_source(str(folder.path), None).read().figures()
     for path in write_pictures(folder):
         console.print(RunFolder(path).name, markup=False, highlight=False, soft_wrap=True)
-    show_summary(folder, console)
+    if folder.setup().task is not None and not folder.evaluations():
+        console.print("no loss.png: nobody has evaluated this run; `diloco evaluator` does so while it goes on")
+    show_summary(told, console)
     return 0

@@ -20,6 +20,8 @@ class Wish:
     def __init__(self) -> None:
         self.count = 0
         self.at_once: Callable[[], None] = lambda: None
+        self.last_words = ""
+        """What a person at a terminal reads after the second wish."""
         self._before: dict[int, Any] = {}
 
     @property
@@ -40,5 +42,6 @@ class Wish:
         if self.count > 1:
             self.at_once()
             if sys.stderr.isatty():
-                os.write(2, b"\x1b[?25h\n")  # the live display had hidden the cursor
+                shown = f"\x1b[?25h\n{self.last_words}\n"  # the live display had hidden the cursor
+                os.write(2, os.fsencode(shown))
             os._exit(AT_ONCE)

@@ -136,6 +136,15 @@ class RunFolder:
         """The syncer's figures of a run that finished or stopped; {} otherwise."""
         return self._read("summary.json", missing={})
 
+    def saved_step(self) -> int | None:
+        """The global step of the newest checkpoint, for runs that left no summary; None if there is none."""
+        for path in sorted((self.path / "global").glob("checkpoint-*/state.json"), reverse=True):
+            try:
+                return int(json.loads(path.read_text("utf-8"))["bookkeeping"]["rounds"]["t"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # being written, or damaged: the syncer would take an older one, too
+        return None
+
     def evaluations(self) -> list[dict[str, Any]]:
         """All evaluations so far, oldest first; a line that is being written just now is left out."""
         try:
@@ -176,16 +185,31 @@ class RunFolder:
 
     def is_up(self) -> bool:
         """Does a `diloco up` run here now?"""
+        return _is_locked(self.path / "up.lock")
+
+    def is_served(self) -> bool:
+        """Does a syncer run here now, of a `diloco up` or by itself?"""
+        lock = self.path / "global" / "lock"
         try:
-            file = (self.path / "up.lock").open("rb")
-        except OSError:
+            os.kill(int(lock.read_text()), 0)  # looked at first: a syncer that starts must not find its lock probed
+        except PermissionError:
+            return _is_locked(lock)  # somebody else's
+        except (OSError, ValueError):
             return False
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
+        return _is_locked(lock)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        file = path.open("rb")
+    except OSError:
         return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def find(run: str) -> RunFolder:

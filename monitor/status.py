@@ -15,8 +15,16 @@ from ..common.registry import list_runs, read_status
 from .folder import RunFolder, all_runs, find
 from .outcome import REPORTED_PART, outcome
 
+TRAINING = ("running", "draining", "stopping", "finished")
+"""States in which the store has the run's step and tokens."""
 RATE_SECONDS = 15.0
 """Tokens a second and the time left are means over so long."""
+
+UNSEEN = (
+    "the step is the last checkpoint's: its syncer was started by itself; "
+    "to see how it stands, start that with --redis URL, and give the same here"
+)
+SILENT = "the step is the last checkpoint's: it ended without a last word; go on by `diloco up --resume {}`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +114,9 @@ class Source:
         here = {
             row["name"]: row["pid"] for row in learners if row.get("host") == socket.gethostname() and row.get("pid")
         }
-        rate, pace = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
+        rate, pace = None, None
+        if row.get("state") in TRAINING:  # before, the step is 0 also in a run that goes on: the leap is no pace
+            rate, pace = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
         return Now(
             run=self.run,
             state=row.get("state", "starting"),
@@ -135,15 +145,17 @@ class Source:
         """From the folder of a run that is not up."""
         if self._folder is None:
             raise SettingError(f"nothing is known of run {self.run}")
-        summary = self._folder.summary()
-        steps = summary.get("steps", self._folder.setup().settings.steps)
+        summary, served = self._folder.summary(), self._folder.is_served()
+        if served or not summary:
+            summary = {"t": self._folder.saved_step() or 0, "state": "running" if served else "stopped"}
         return Now(
             run=self.run,
-            state=summary.get("state", "stopped"),
-            t=summary.get("t", 0),
-            steps=steps,
+            state=summary["state"],
+            t=summary["t"],
+            steps=summary.get("steps", self._folder.setup().settings.steps),
             figures_so_far=summary,
             learners=[{**row, "state": "left"} for row in summary.get("learners", [])],
+            trouble="" if "merges" in summary else UNSEEN if served else SILENT.format(self._folder.name),
             **local,
         )
 

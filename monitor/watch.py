@@ -121,7 +121,7 @@ def picture(now: Now) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         Text(now.run, "bold"),
-        ProgressBar(total=max(1, now.steps), completed=now.t, width=30),
+        ProgressBar(total=max(1, now.steps), completed=now.t, width=20),
         f"step {now.t}/{now.steps}",
         Text(now.state, "cyan"),
         "" if now.state in OVER else f"{duration(now.seconds_left)} left",
@@ -129,8 +129,7 @@ def picture(now: Now) -> RenderableType:
     row = Text.assemble(
         "validation loss ", (_number(now.val_loss, ".3f"), "bold green"), " nats/byte",
         "   tokens/s ", (_number(now.tokens_per_second, ",.0f"), "bold"),
-        "   up ", (size(figures.get("bytes_up")), "bold"), "   down ", (size(figures.get("bytes_down")), "bold"),
-        "   merges ", (str(figures.get("merges", 0)), "bold"), "   faults ", (str(now.faults), "bold"),
+        "   merges ", (_number(figures.get("merges"), ","), "bold"), "   faults ", (str(now.faults), "bold"),
     )  # fmt: skip
     below = "met" if now.state in OVER else figures.get("quorum_state", "met")
     warnings = [Text(text, "yellow") for text in (now.trouble, "" if below == "met" else f"quorum: {below}") if text]
@@ -141,10 +140,7 @@ def table(now: Now) -> RenderableType:
     """The run with all its figures, as `diloco status` shows it."""
     figures = Table.grid(padding=(0, 2))
     for name, value in now.figures().items():
-        if (
-            name not in ("run", "learners", "processes", "state", "steps", "steps_total", "trouble")
-            and value is not None
-        ):
+        if name not in IN_THE_PICTURE and value not in (None, ""):
             figures.add_row(Text(name, "dim"), Text(f"{value:,}" if isinstance(value, int) else str(value)))
     pids = Text(", ".join(f"{name} {pid}" for name, pid in now.processes.items()), "dim")
     return Group(picture(now), figures, *([Text.assemble("processes: ", pids)] if now.processes else []))
@@ -158,6 +154,10 @@ def _learners(now: Now) -> Table:
         rows.add_column(heading, justify="right")
     for row in sorted(now.learners, key=lambda row: str(row["name"])):
         rows.add_row(*_learner(row))
+    if len(now.learners) > 1:
+        figures = now.figures_so_far
+        merged, up, down = (figures.get(name) for name in ("tokens_merged", "bytes_up", "bytes_down"))
+        rows.add_row("all", "", "", "", "", _number(merged, ","), size(up), size(down), style="dim")
     return rows
 
 

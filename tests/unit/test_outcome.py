@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.compose.results import show_summary
 from decoupled_diloco.monitor.folder import RunFolder, Setup, find
 from decoupled_diloco.monitor.outcome import outcome, validation
 from decoupled_diloco.monitor.status import Now, Source
-from decoupled_diloco.monitor.watch import duration, line, open_display, size
-from rich.console import Console
+from decoupled_diloco.monitor.watch import duration, line, open_display, picture, size
+from rich.console import Console, RenderableType
 
 
 def learner(name: str, **more: Any) -> dict[str, Any]:
@@ -91,6 +94,33 @@ def test_a_display_shows_the_run_and_what_happens_to_it(*, terminal: bool) -> No
     assert "a died and starts again" in shown
 
 
+def drawn(what: RenderableType) -> list[str]:
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_the_picture_fits_into_eighty_columns() -> None:
+    rows = [learner(f"learner-{n}", state="live", loss=2.5, step_seconds=0.5, tokens_merged=10**8) for n in range(3)]
+    now = Now(run="run-20260131-120000", state="running", t=50_000, steps=100_000, learners=rows, faults=12,
+              tokens_per_second=123_456.0, seconds_left=40_000, figures_so_far={"merges": 123_456, "bytes_up": 10**9},
+              evaluations=[evaluation(3, "small", 2.5)])  # fmt: skip
+    shown = drawn(picture(now))
+    assert len(shown) == 7, "bar, figures, heading, three learners and their sum"
+    figures = ["validation loss 2.500 nats/byte", "tokens/s 123,456", "merges 123,456", "faults 12"]
+    assert shown[1].rstrip() == "   ".join(figures)
+    assert shown[-1].split() == ["all", "-", "1.0", "GB", "-"]
+
+
+def test_figures_that_are_not_known_are_left_out() -> None:
+    told = outcome({"run": "it"}, asked=[], faults=0, evaluations=[])
+    console = Console(file=io.StringIO(), width=80)
+    show_summary(told, console)
+    assert isinstance(console.file, io.StringIO)
+    assert [line.split() for line in console.file.getvalue().splitlines()] == [["run", "it"], ["faults", "0"]]
+
+
 def test_sizes_and_durations_are_short() -> None:
     assert [size(n) for n in (None, 0, 999, 1000, 2.5e9)] == ["-", "0 B", "999 B", "1.0 kB", "2.5 GB"]
     assert [duration(s) for s in (None, 0, 61, 3661)] == ["-:--", "0:00", "1:01", "1:01:01"]
@@ -131,6 +161,50 @@ def test_a_run_that_is_over_is_read_from_its_folder(folder: RunFolder) -> None:
     now = Source("it", "redis://127.0.0.1:1/0", folder).read()
     assert (now.state, now.t, now.steps) == ("finished", 10, 10)
     assert now.figures()["learners"][0]["name"] == "a"
+
+
+def save_at_step(folder: RunFolder, t: int) -> None:
+    """A checkpoint, as far as displays read it."""
+    (folder.path / "global" / "checkpoint-000000000003").mkdir(parents=True)
+    state = {"bookkeeping": {"rounds": {"t": t}}}
+    (folder.path / "global" / "checkpoint-000000000003" / "state.json").write_text(json.dumps(state))
+
+
+def test_a_run_that_ended_without_a_last_word_is_where_its_checkpoint_is(folder: RunFolder) -> None:
+    assert Source("it", "", folder).read().t == 0
+    save_at_step(folder, 70)
+    (folder.path / "global" / "checkpoint-000000000004").mkdir()
+    now = Source("it", "", folder).read()
+    assert (now.state, now.t) == ("stopped", 70)
+    assert "diloco up --resume runs/it" in now.trouble
+    assert "merges -" in " ".join(" ".join(drawn(picture(now))).split())
+
+
+def test_a_run_whose_syncer_was_started_by_itself_is_not_called_stopped(folder: RunFolder) -> None:
+    save_at_step(folder, 70)
+    (folder.path / "summary.json").write_text(json.dumps({"state": "stopped", "t": 50, "merges": 3}))
+    with (folder.path / "global" / "lock").open("w") as lock:
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        assert Source("it", "", folder).read().state == "stopped", "the process is one, but it holds nothing"
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        now = Source("it", "", folder).read()
+    assert (now.state, now.t) == ("running", 70)
+    assert "--redis" in now.trouble
+
+
+def test_the_pace_after_a_resume_is_not_a_leap_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = [{"state": "waiting", "step": 0, "steps_total": 1000}]
+    for n in range(3):
+        whole = {"tokens_reported": 1000 * (500 + n), "seconds": 1000.0 + 2 * n}
+        rows.append({"state": "running", "step": 500 + n, "steps_total": 1000, **whole})
+    stored, clock = iter(rows), iter([0.0, 2.0, 4.0])
+    empty: dict[str, Any] = {"learners": {}, "fragments": {}, "events": []}
+    monkeypatch.setattr("decoupled_diloco.monitor.status.read_status", lambda *_: {"run": next(stored), **empty})
+    monkeypatch.setattr("decoupled_diloco.monitor.status.time.monotonic", lambda: next(clock))
+    source = Source("it", "redis://here", None)
+    paces = [(now.tokens_per_second, now.seconds_left) for now in [source.read() for _ in rows]]
+    assert paces == [(None, None), (500.0, 1000.0), (500.0, 998.0), (500.0, 996.0)]
 
 
 def test_a_run_whose_store_is_away_is_shown_as_it_was(folder: RunFolder) -> None:
