@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 from ..common.config import DEFAULT_PORT
@@ -9,6 +10,7 @@ from ..common.errors import SettingError
 
 BROKER_PORTS = 4
 TRIES = 500
+LAST_PORT = 65_535
 
 
 def broker_port(wanted: int) -> int:
@@ -34,6 +36,16 @@ def check_free(option: str, port: int) -> None:
     """SettingError if `port` on 127.0.0.1 is taken."""
     if is_taken(port):
         raise SettingError(f"port {port} on 127.0.0.1 is taken; choose another {option}, or leave it out")
+
+
+def port_of(url: object) -> int:
+    """The port of an address on this machine, like tcp://127.0.0.1:5550 or redis://127.0.0.1:6379/0; 0 if it is none.
+
+    >>> port_of("tcp://127.0.0.1:5550"), port_of("redis://far:6379/0")
+    (5550, 0)
+    """
+    found = re.fullmatch(r"[a-z]+://127\.0\.0\.1:(\d{1,5})(/.*)?", str(url))
+    return int(found[1]) if found and int(found[1]) <= LAST_PORT else 0
 
 
 def is_taken(port: int) -> bool:

@@ -14,7 +14,7 @@ from ..common.errors import SettingError
 from ..common.fragments import balanced_plan
 from ..common.registry import check_connection
 from ..monitor.folder import RUNS, RunFolder, Setup, find
-from .ports import broker_port, check_free
+from .ports import BROKER_PORTS, broker_port, check_free, is_taken, port_of
 from .settings import UpConfig
 
 
@@ -73,7 +73,7 @@ def _resume(path: Path, config: UpConfig, settings: RunSettings, task: TaskSetti
         )
     if check_data(config.data, setup.task) != setup.data_hash:
         raise SettingError(f"the text is not the one that {folder.name} began with; give --data the old one")
-    config = _with_ports(config)
+    config = _with_ports(_where_it_was(folder, config))
     lock = _lock(folder)
     folder.raise_steps(steps)
     return Prepared(folder=folder, setup=folder.setup(), config=config, fresh=False, lock=lock)
@@ -112,6 +112,22 @@ def check_fragments(settings: RunSettings, task: TaskSettings) -> None:
     from ..learner.transformer import Transformer
 
     balanced_plan(layout_of(Transformer(task, settings.seed)), settings.fragments)
+
+
+def _where_it_was(folder: RunFolder, config: UpConfig) -> UpConfig:
+    """Broker and store at their old ports, if nobody says otherwise and nobody is there: learners on other machines,
+    and people, still look for them there.
+    """
+    told = folder.run_map()
+    if not config.broker_port:
+        port = port_of(told.get("broker"))
+        if port and not any(is_taken(port + n) for n in range(BROKER_PORTS)):
+            config = replace(config, broker_port=port)
+    if config.redis is None and not config.redis_port:
+        port = port_of(told.get("redis"))
+        if port and not is_taken(port):
+            config = replace(config, redis_port=port)
+    return config
 
 
 def _with_ports(config: UpConfig) -> UpConfig:

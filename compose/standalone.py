@@ -22,8 +22,11 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     place = path or RUNS / settings.run
     if (place / "settings.json").exists():
+        _check_kind(RunFolder.open(place), given, told)
         folder, setup = _go_on(place, settings, task, told)
     else:
+        if given["init"] is not None and not given["init"].is_file():
+            raise SettingError(f"--init {given['init']} is no file; give a safetensors file with the model")
         setup = _new_setup(settings, None if given["own_model"] else task, given["data"])
         folder = RunFolder.create(place, setup)
     return SyncerConfig(
@@ -46,6 +49,15 @@ def _go_on(place: Path, settings: RunSettings, task: TaskSettings, told: Collect
     if "steps" in told:
         folder.raise_steps(settings.steps)
     return folder, folder.setup()
+
+
+def _check_kind(folder: RunFolder, given: Mapping[str, Any], told: Collection[str]) -> None:
+    """SettingError if the command line speaks of another kind of model, or another text, than the folder has."""
+    setup = folder.setup()
+    if given["own_model"] and setup.task is not None:
+        raise SettingError(f"{folder.name} trains the built-in model; leave --own-model out, or choose another --run")
+    if "data" in told and (setup.task is None or check_data(given["data"], setup.task) != setup.data_hash):
+        raise SettingError(f"--data {given['data']} is not the text that {folder.name} began with; leave it out")
 
 
 def _new_setup(settings: RunSettings, task: TaskSettings | None, data: Path | None) -> Setup:

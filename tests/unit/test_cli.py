@@ -272,6 +272,47 @@ def test_a_resumed_run_refuses_what_would_change_it(
     assert stopped.setup().settings.steps == 100
 
 
+def test_a_resumed_run_is_where_it_was_unless_somebody_else_is_there(stopped: RunFolder) -> None:
+    def ports() -> tuple[int, int]:
+        prepared = prepare(UpConfig(resume=stopped.path), RunSettings(), TaskSettings(), {"resume"})
+        prepared.lock.close()
+        return prepared.config.broker_port, prepared.config.redis_port
+
+    first = broker_port(0) + 40
+    where = {"broker": f"tcp://127.0.0.1:{first}", "redis": f"redis://127.0.0.1:{first + 8}/0"}
+    stopped.write_run_map(where)
+    assert ports() == (first, first + 8)
+    with socket.socket() as taken, socket.socket() as also:
+        taken.bind(("127.0.0.1", first + 3))
+        also.bind(("127.0.0.1", first + 8))
+        assert ports()[0] not in (0, first)
+        assert ports()[1] == 0
+    stopped.write_run_map({"broker": "?", "redis": "redis://:***@elsewhere:6379/0"})
+    assert ports()[0] > 0
+    assert ports()[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--own-model"], "--own-model"),
+        (["--data", "other"], "--data other"),
+        (["--layers", "3"], "--layers"),
+        (["--steps", "50"], "--steps 50"),
+    ],
+)
+def test_a_syncer_refuses_what_would_change_the_run_that_it_finds(
+    refuse: Refuse, stopped: RunFolder, arguments: list[str], named: str
+) -> None:
+    Path("other").write_bytes(b"another text" * 100)
+    assert named in refuse("syncer", "--dir", str(stopped.path), *arguments)
+
+
+def test_a_syncer_refuses_to_begin_from_a_file_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
+    assert "nowhere.safetensors" in refuse("syncer", "--run", "one", "--init", "nowhere.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_finished_run_wants_more_steps_to_go_on(refuse: Refuse, stopped: RunFolder) -> None:
     (stopped.path / "summary.json").write_text(json.dumps({"state": "finished", "t": 100, "steps": 100}))
     assert "--steps" in refuse("up", "--resume", str(stopped.path))
