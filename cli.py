@@ -37,6 +37,12 @@ REDIS = click.option(
     show_envvar=True,
     help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none.",
 )
+STORE = click.option(
+    "--redis",
+    envvar=ENVIRONMENT["redis"],
+    show_envvar=True,
+    help="The store to look into, like redis://HOST:6379/0. Without it: the one of the `diloco up` that runs here.",
+)
 RUN_ARGUMENT = click.argument("run", metavar="[RUN]", default="")
 
 
@@ -171,12 +177,12 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
 
 @group.command()
 @RUN_ARGUMENT
-@REDIS
+@STORE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def status(run: str, redis: str | None, *, as_json: bool) -> int:
     """Show how a run stands.
 
-    RUN is its name or folder; without it, the run that is up here.
+    RUN is its name or folder; without it, the run that is up here, or else the newest.
     """
     from .monitor.status import find_source
     from .monitor.watch import table
@@ -193,7 +199,7 @@ def status(run: str, redis: str | None, *, as_json: bool) -> int:
 
 @group.command()
 @RUN_ARGUMENT
-@REDIS
+@STORE
 def watch(run: str, redis: str | None) -> int:
     """Watch a run until it ends or you press Ctrl-C.
 
@@ -206,14 +212,14 @@ def watch(run: str, redis: str | None) -> int:
 
 
 @group.command()
-@click.argument("run")
+@RUN_ARGUMENT
 @click.option("--prompt", default="def ", show_default=True, help="Text to begin with.")
 @click.option("--bytes", "length", type=int, default=200, show_default=True, help="How many bytes to write after it.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed writes another text.")
 def sample(run: str, prompt: str, length: int, seed: int) -> int:
     """Let the global model of a run write.
 
-    RUN is its name or folder. Of a run that is not over, the newest checkpoint writes.
+    RUN is its name or folder; without it, the newest here. Of a run that is not over, the newest checkpoint writes.
     """
     from .compose.results import sample_text
     from .monitor.folder import find
@@ -223,12 +229,12 @@ def sample(run: str, prompt: str, length: int, seed: int) -> int:
 
 
 @group.command()
-@click.argument("run")
+@RUN_ARGUMENT
 @click.option("--to", type=click.Path(path_type=Path), help="The file to write. Without it: RUN's model.safetensors.")
 def export(run: str, to: Path | None) -> int:
     """Write the global model of a run to a safetensors file.
 
-    RUN is its name or folder. Of a run that is not over, it is the newest checkpoint.
+    RUN is its name or folder; without it, the newest here. Of a run that is not over, it is the newest checkpoint.
     """
     from .compose.results import export_model
     from .monitor.folder import find, shown
@@ -238,11 +244,11 @@ def export(run: str, to: Path | None) -> int:
 
 
 @group.command()
-@click.argument("run")
+@RUN_ARGUMENT
 def report(run: str) -> int:
     """Write a run's metrics.csv and loss.png, and show its figures.
 
-    RUN is its name or folder.
+    RUN is its name or folder; without it, the newest here.
     """
     from .compose.results import show_report
     from .monitor.folder import find

@@ -213,7 +213,14 @@ def _is_locked(path: Path) -> bool:
 
 
 def find(run: str) -> RunFolder:
-    """The folder of a run given by its path or by its name under `runs/`; SettingError if there is none."""
+    """The folder of a run given by its path or by its name under `runs/`, '' for the newest; SettingError if there is
+    none.
+    """
+    if not run:
+        runs = all_runs()
+        if not runs:
+            raise SettingError(f"no run is under {RUNS}/ here; start one by `diloco up`, or name one by its folder")
+        return runs[-1]
     for path in (Path(run), RUNS / run):
         if (path / "settings.json").is_file():
             return RunFolder.open(path)

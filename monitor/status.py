@@ -161,16 +161,17 @@ class Source:
 
 
 def find_source(run: str, redis: str | None) -> Source:
-    """Where to read `run` (a name, a folder, or '' for the one that is up here); SettingError if it is not found."""
+    """Where to read `run`: a name, a folder, or '' for the one that is up here, or else the newest.
+
+    SettingError if it is not found.
+    """
     if redis is not None:
         return Source(*_from_url(run, redis))
     if run:
         folder = find(run)
     else:
         up = [folder for folder in all_runs() if folder.is_up()]
-        if not up:
-            raise SettingError("no run is up under runs/; start one by `diloco up`, name one, or give --redis URL")
-        folder = up[-1]
+        folder = up[-1] if up else find("")
     told, setup = folder.run_map(), folder.setup()
     url = str(told.get("redis", ""))
     if folder.is_up() and "***" in url:

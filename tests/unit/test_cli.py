@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -147,7 +148,6 @@ def test_counts_of_zero_and_below_are_refused(refuse: Refuse, option: str, value
         (["--redis", "redis://localhost", "--redis-port", "7000"], ["--redis-port"]),
         (["--redis", "http://localhost"], ["--redis"]),
         (["--resume", "nowhere"], ["nowhere"]),
-        (["--resume", ""], ["no run"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_sentence(
@@ -328,6 +328,23 @@ def test_one_folder_has_one_up_at_a_time(refuse: Refuse, stopped: RunFolder) -> 
 def test_status_without_a_run_says_what_to_do(refuse: Refuse) -> None:
     assert "diloco up" in refuse("status")
     assert "nothere" in refuse("status", "nothere")
+
+
+def test_without_a_name_the_newest_run_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("zeroth", "first"):
+        RunFolder.create(tmp_path / "runs" / run, Setup(settings=RunSettings(run=run), task=None))
+    os.utime(tmp_path / "runs" / "zeroth", (1, 1))
+    for command in ("status", "report"):
+        assert run_command([command]) == 0
+        assert "first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["sample", "export", "report", "watch"])
+def test_where_no_run_is_a_look_says_what_to_do(refuse: Refuse, command: str) -> None:
+    assert "diloco up" in refuse(command)
 
 
 @pytest.mark.parametrize("command", ["sample", "export", "report"])
