@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import socket
+import tempfile
 
 from ..common.config import DEFAULT_PORT
 from ..common.errors import SettingError
@@ -27,9 +30,28 @@ def broker_port(wanted: int) -> int:
             )
         return wanted
     for first in range(DEFAULT_PORT, DEFAULT_PORT + TRIES * BROKER_PORTS, BROKER_PORTS):
-        if not any(is_taken(port) for port in range(first, first + BROKER_PORTS)):
+        if not any(is_taken(port) for port in range(first, first + BROKER_PORTS)) and claim(first):
             return first
     raise SettingError(f"no four free ports in a row from {DEFAULT_PORT} on; give --broker-port")
+
+
+def claim(first: int) -> bool:
+    """Keep the four ports from `first` on for this process's life; False if another `diloco up` has done so.
+
+    A port that is free now may be another run's in a moment: one that starts just now, or whose broker was killed and
+    starts again. Only processes that ask here see the claim, so it is a courtesy among runs, not a lock.
+    """
+    place = os.path.join(tempfile.gettempdir(), f"diloco-broker-{first}.lock")  # noqa: PTH118 no Path is needed
+    try:
+        handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError:
+        return True  # somebody else's file, or no place for one: then nobody can be asked
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return False
+    return True  # the handle stays open on purpose
 
 
 def check_free(option: str, port: int) -> None:

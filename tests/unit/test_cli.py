@@ -192,6 +192,19 @@ def test_a_taken_port_is_named_and_by_default_avoided(refuse: Refuse, monkeypatc
         assert broker_port(0) >= port + 2
 
 
+def test_two_runs_that_start_in_the_same_moment_do_not_choose_the_same_ports() -> None:
+    ask = "from decoupled_diloco.compose.ports import broker_port; print(broker_port(0), flush=True); input()"
+    children = [
+        subprocess.Popen([sys.executable, "-P", "-c", ask], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    try:
+        assert len({child.stdout.readline() for child in children if child.stdout}) == 3
+    finally:
+        for child in children:
+            child.communicate("\n")
+
+
 def test_a_folder_that_holds_another_run_is_refused(refuse: Refuse, tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "runs" / "one", Setup(settings=RunSettings(run="one"), task=TaskSettings()))
     sentence = refuse("up", "--run", "one")
