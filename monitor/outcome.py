@@ -33,8 +33,8 @@ def outcome(
         "faults": faults,
         "goodput": _share(inner, len(asked) * seconds) if seconds else None,
         "stall_share": _share(_sum(rows, "session_seconds"), _sum(rows, "since_first_step_seconds")),
-        "bytes_up": _sum(rows, "bytes_up"),
-        "bytes_down": _sum(rows, "bytes_down"),
+        "bytes_up": _sum(rows, "bytes_up") if rows else None,
+        "bytes_down": _sum(rows, "bytes_down") if rows else None,
     }
 
 

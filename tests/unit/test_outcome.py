@@ -45,6 +45,7 @@ def test_what_is_not_known_is_none_and_never_a_division_by_zero() -> None:
     told = outcome({}, asked=[], faults=0, evaluations=[])
     assert told["goodput"] is None
     assert told["stall_share"] is None
+    assert told["bytes_up"] is None
     assert told["val_loss_first"] is None
     assert told["learners"] == []
 
