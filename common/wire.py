@@ -465,7 +465,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
         raise Malformed("topic", repr(topic[:80]))
     if (len(frames) == 3) != cls.HAS_PAYLOAD:
         raise Malformed("frames", f"{len(frames)} frames in a {cls.KIND}")
-    message = _build(cls, _unpack(frames[1]), protocol=True, payload=frames[2] if cls.HAS_PAYLOAD else None)
+    rows = unpack(frames[1], "header")
+    if type(rows) is not dict:
+        raise Malformed("header", "not a map")
+    message = _build(cls, rows, protocol=True, payload=frames[2] if cls.HAS_PAYLOAD else None)
     if message.topic() != topic:
         raise Malformed("topic", f"{topic[:80]!r} does not fit the {cls.KIND}'s header")
     if isinstance(message, Chunked):
@@ -473,7 +476,9 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     return message
 
 
-def _unpack(frame: bytes | memoryview) -> dict[str, Any]:
+def unpack(frame: bytes | memoryview, what: str) -> Any:
+    """The value that `frame` holds in msgpack; Malformed, with the reason `what`, if it is not one, or an odd one."""
+
     def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         rows = dict(pairs)
         if len(rows) != len(pairs):
@@ -485,15 +490,12 @@ def _unpack(frame: bytes | memoryview) -> dict[str, Any]:
         scan = msgpack.Unpacker(read_size=max(1, size), max_buffer_size=max(1, size))
         scan.feed(frame)
         scan.skip()  # allocates nothing: room that is declared and not there fails here, before anybody makes it
-        rows = msgpack.unpackb(
+        return msgpack.unpackb(
             frame, raw=False, strict_map_key=True, object_pairs_hook=unique, max_ext_len=0,
             max_str_len=size, max_bin_len=0, max_array_len=min(size, MAX_FRAGMENTS), max_map_len=min(size, 256),
         )  # fmt: skip
     except (ValueError, TypeError, msgpack.UnpackException, UnicodeDecodeError, RecursionError) as wrong:
-        raise Malformed("header", f"{type(wrong).__name__}: {wrong}"[:200]) from wrong
-    if type(rows) is not dict:
-        raise Malformed("header", "not a map")
-    return rows
+        raise Malformed(what, f"{type(wrong).__name__}: {wrong}"[:200]) from wrong
 
 
 def _build(cls: type[Message], rows: dict[str, Any], *, protocol: bool = False, payload: Any = None) -> Message:
@@ -550,12 +552,14 @@ def split(payload: bytes | memoryview, chunks: Sequence[int] | None = None) -> l
 
 
 class Assembly:
-    """Chunks of one payload, in any order, until it is complete. Memory is taken once, for a size known beforehand."""
+    """Chunks of one payload, in any order, until it is complete. Memory is taken once, when the first one comes, for a
+    size known beforehand.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.missing = set(range(chunk_count(size)))
-        self._buffer = bytearray(size)
+        self._buffer = bytearray()
 
     def add(self, message: Chunked) -> bool:
         """Take a chunk (a repeated one changes nothing); True when all are there. Malformed if the size differs."""
@@ -563,6 +567,7 @@ class Assembly:
             raise Malformed("size", f"{message.size} bytes where {self.size} belong")
         if message.chunk in self.missing:
             span = chunk_range(self.size, message.chunk)
+            self._buffer = self._buffer or bytearray(self.size)
             self._buffer[span.start : span.stop] = message.payload
             self.missing.discard(message.chunk)
         return not self.missing

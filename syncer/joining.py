@@ -12,12 +12,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgpack
-
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan, balanced_plan, default_fragments
-from ..common.wire import Assembly, Hello, Seed
+from ..common.wire import Assembly, Hello, Seed, unpack
 from .ledger import Who
 from .members import SILENCE_SECONDS, Members
 
@@ -54,11 +52,7 @@ class Seeding:
 
 def layout_of(hello: Hello) -> Layout:
     """The layout in a Hello's payload, checked and fitting its fingerprint; Malformed otherwise."""
-    try:
-        rows = msgpack.unpackb(hello.payload, raw=False, max_ext_len=0, max_bin_len=0)
-    except (ValueError, msgpack.UnpackException, UnicodeDecodeError, RecursionError) as wrong:
-        raise Malformed("layout", type(wrong).__name__) from wrong
-    layout = Layout.from_wire(rows)
+    layout = Layout.from_wire(unpack(hello.payload, "layout"))
     if layout.fingerprint != hello.fingerprint:
         raise Malformed("layout", "the fingerprint does not fit the layout")
     return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgpack
@@ -11,7 +12,7 @@ from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Hello, Seed, split
-from decoupled_diloco.syncer.joining import Joining
+from decoupled_diloco.syncer.joining import Joining, layout_of
 from decoupled_diloco.syncer.members import SILENCE_SECONDS, Members
 
 SETTINGS = RunSettings(run="run", fragments=1, overlap=1)
@@ -50,3 +51,26 @@ def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:
         joining.seed(seed("a", bytes(512)), 2 * SILENCE_SECONDS)
     assert joining.seed(seed("b", bytes(512)), 2 * SILENCE_SECONDS) is None
     assert joining.seed(seed("b", b"", fragment=1), 2 * SILENCE_SECONDS) is not None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 200_000,
+        b"\xdd\xff\xff\xff\xff",
+        (b"\xdd" + (10**6).to_bytes(4, "big")) * 200_000,
+        (b"\xdf" + (10**5).to_bytes(4, "big")) * 200_000,
+        b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20,
+    ],
+    ids=["empty", "no-msgpack", "nested", "vast", "nested-vast", "nested-maps", "many-empty-rows"],
+)
+def test_a_hello_whose_layout_is_none_takes_no_memory_beyond_the_message(payload: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Malformed, match="layout"):
+            layout_of(hello("a", layout(100), payload=payload))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(payload) + 2**20
+    finally:
+        tracemalloc.stop()
