@@ -62,6 +62,8 @@ def test_the_example_trains_in_a_project_that_has_a_common_of_its_own(tmp_path: 
     for learner, said in zip(learners, told, strict=True):
         assert learner.returncode == 0, said
         assert re.search(r": loss \d+\.\d\d$", said.strip()), said
+    losses = {said.split()[-1] for said in told}
+    assert len(losses) == 1, "all hold the same final weights, and judge them alike"
     wait_for(lambda: syncer.poll() is not None, "the syncer ends with the run")
     assert syncer.returncode == 0, syncer.communicate()[0]
     assert (tmp_path / "runs" / "mine" / "model.safetensors").exists()
