@@ -145,7 +145,7 @@ class Record:
         aside = self._folder / "text.json.new"
         aside.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         aside.replace(self._folder / "text.json")
-        log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256,
+        log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256[:16],
                  holds_out=corpus.holds_out)  # fmt: skip
 
     def add(self, row: dict[str, Any]) -> None:
@@ -153,4 +153,5 @@ class Record:
         row = {"seconds": round(self._clock() - self._start, 3), **row}
         with self._path.open("ab", buffering=0) as file:
             file.write(json.dumps(row).encode() + b"\n")
-        log.info("evaluated", **row)
+        part = row.pop("part")  # to the log, this word means the part of the process that speaks
+        log.info("evaluated", held_out=part, **row)
