@@ -160,7 +160,7 @@ class House:
 
     def _check_pointless(self, exit_: Exit, false_starts: int, merged: bool) -> None:
         sentence = self.last_words(exit_.name)
-        first_refusal = exit_.code == 2 and exit_.lives == 1
+        first_refusal = exit_.code == 2 and exit_.lives == 1 and not self._has_joined(exit_.name)
         if first_refusal or (exit_.name == "syncer" and exit_.code in ENDS_THE_RUN):
             wrong = SettingError(sentence or f"{exit_.name}: {ENDS_THE_RUN[exit_.code]}")
             wrong.exit_code = exit_.code

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
-from house import House, wait_until_gone
+from house import TEXT, House, Process, wait_until_gone
 from probe import Probe, altered
 from waiting import wait_for
 
@@ -62,6 +63,28 @@ def test_forged_answers_to_an_open_call_are_refused_for_what_they_are_and_the_ge
         assert row["learners"] == "learner-1,learner-2", row
         assert row["tokens"] < 10**7, row
     assert house.told["faults"] == 1
+
+
+def test_a_learner_whose_name_was_taken_while_it_slept_costs_the_run_nothing_but_its_place(house: House) -> None:
+    sleeper, incarnation = house.pid_of("learner-1"), house.learner("learner-1")["incarnation"]
+    where = ["--broker", house.broker, "--run", "it", "--name", "learner-1"]
+    os.kill(sleeper, signal.SIGSTOP)
+    try:
+        wait_for(lambda: house.learner("learner-1")["state"] == "lost", "it is missed")
+        with Process(house.place, "learner", *where, "--data", TEXT, "--threads", "1") as other:
+            wait_for(lambda: house.learner("learner-1")["incarnation"] != incarnation, "another one has its name", 90)
+            os.kill(sleeper, signal.SIGCONT)
+            wait_for(lambda: house.pid_of("learner-1") != sleeper, "the sleeper hears of it and ends")
+            taken = house.learner("learner-1")["incarnation"]
+            house.wait_for_versions(1, "with the other one")
+            assert house.learner("learner-1")["incarnation"] == taken
+            other.signal(signal.SIGTERM)
+            assert other.wait(15) == 0, other.said
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sleeper, signal.SIGCONT)
+    wait_for(lambda: house.learner("learner-1")["incarnation"] != taken, "the name is free again, and taken", 90)
+    house.wait_for_versions(1, "with the learner that was started again")
 
 
 def test_when_the_one_that_keeps_all_alive_is_killed_no_process_is_left(house: House) -> None:
