@@ -12,7 +12,7 @@ from .discover import discover
 from .loop import make_optimizer, train
 from .process import Leave, check_device, task_of
 from .session import Session, join
-from .text import Batches, Corpus, batches, load_corpus
+from .text import Batches, Corpus, batches, check_there, load_corpus
 from .transformer import Transformer
 
 log = get_logger("learner")
@@ -23,6 +23,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
 
     The text is read before the run hears of this learner, so that one without data never counts as a member.
     """
+    check_there(data)
     leave = Leave()
     place = check_device(device)
     torch.set_num_threads(threads)

@@ -22,7 +22,7 @@ from .discover import discover
 from .evaluate import evaluate, validation_windows
 from .observer import Observer
 from .process import Leave, task_of
-from .text import Corpus, baselines, load_corpus
+from .text import Corpus, baselines, check_there, load_corpus
 from .transformer import Transformer
 
 log = get_logger("evaluator")
@@ -40,6 +40,7 @@ def main(config: LearnerConfig, data: Path | None, eval_every_seconds: float) ->
     """
     if not eval_every_seconds > 0:
         raise SettingError(f"--eval-every must be greater than 0 seconds, not {eval_every_seconds}")
+    check_there(data)
     Leave()
     torch.set_num_threads(1)
     try:

@@ -69,6 +69,19 @@ class Corpus:
         return {"A": self.held_out_a, "B": self.held_out_b}[name]
 
 
+def check_there(path: Path | None) -> None:
+    """SettingError if there is nothing at `path`: cheap, so that nobody waits for a run before he hears it."""
+    try:
+        if path is not None:
+            path.stat()
+    except OSError as wrong:
+        raise _unreadable(shown(path), wrong) from wrong
+
+
+def _unreadable(source: str, wrong: OSError) -> SettingError:
+    return SettingError(f"cannot read {source}: {wrong.strerror or wrong}; give --data a file or folder")
+
+
 def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
     """The standard library's text, or that of the file or folder `path`.
 
@@ -78,7 +91,7 @@ def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
     try:
         pieces = list(_standard_library() if path is None else _own_text(path))
     except OSError as wrong:
-        raise SettingError(f"cannot read {source}: {wrong.strerror or wrong}; give --data a file or folder") from wrong
+        raise _unreadable(source, wrong) from wrong
     train, a, b = (_joined(text for part, text in pieces if part == wanted) for wanted in ("train", "A", "B"))
     holds_out = min(len(train), len(a), len(b)) > sequence_length
     if not holds_out:

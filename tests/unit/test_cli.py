@@ -250,11 +250,13 @@ def test_a_run_is_resumed_by_its_name_too(tmp_path: Path, monkeypatch: pytest.Mo
         (["learner", "--threads", "-1"], "--threads"),
         (["learner", "--join-timeout", "0"], "--join-timeout must"),
         (["learner", "--orphan-timeout", "-1"], "--orphan-timeout must"),
+        (["learner", "--data", "nowhere"], "nowhere"),
+        (["evaluator", "--data", "nowhere"], "nowhere"),
         (["evaluator", "--eval-every", "0"], "--eval-every"),
         (["evaluator", "--eval-every", "nan"], "--eval-every"),
     ],
 )
-def test_numbers_that_a_learner_or_evaluator_cannot_use_are_refused(
+def test_what_a_learner_or_evaluator_cannot_use_is_refused_before_it_looks_for_a_run(
     refuse: Refuse, arguments: list[str], named: str
 ) -> None:
     assert named in refuse(*arguments)
