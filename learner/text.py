@@ -71,9 +71,10 @@ class Corpus:
 
 def check_there(path: Path | None) -> None:
     """SettingError if there is nothing at `path`: cheap, so that nobody waits for a run before he hears it."""
+    if path is None:
+        return
     try:
-        if path is not None:
-            path.stat()
+        path.stat()
     except OSError as wrong:
         raise _unreadable(shown(path), wrong) from wrong
 
