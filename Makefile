@@ -32,4 +32,4 @@ test-gpu: setup  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
 
 clean:           ## remove what make setup and the test tools made
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
