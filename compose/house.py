@@ -204,11 +204,12 @@ class House:
     def stop(self) -> None:
         """The syncer finishes its round, saves and ends; then the learners; then the rest, all within 10 s."""
         self._stop_all()
+        self.finished = self.folder.summary().get("state") == "finished"
 
     def check_saved(self) -> None:
-        """SaveFailed if the syncer ended by our wish, and not well."""
-        process = self.family.children["syncer"].process
-        code = None if process is None else process.poll()
+        """SaveFailed if the syncer did not end well by our wish."""
+        process, begun = self.family.children["syncer"].process, self.folder.path / "global" / "version-0"
+        code = process.poll() if process is not None else -signal.SIGKILL if begun.exists() else None
         if code not in (None, 0, -signal.SIGTERM):
             how = self.last_words("syncer") if code == SaveFailed.exit_code else f"the syncer ended badly ({code})"
             raise SaveFailed(
