@@ -30,7 +30,7 @@ def test_joining_needs_no_redis_and_no_pictures() -> None:
         ("localhost:5550", {"run": "r"}, "must look like tcp://HOST:5550"),
         ("tcp://127.0.0.1:5550", {"run": "Run One"}, "--run 'Run One' must match"),
         ("tcp://127.0.0.1:5550", {"run": "r", "name": "me/you"}, "--name 'me/you' must match"),
-        ("tcp://127.0.0.1:5550", {"run": "r", "join_timeout_seconds": 0}, "--join-timeout-seconds must be greater"),
+        ("tcp://127.0.0.1:5550", {"run": "r", "join_timeout_seconds": 0}, "--join-timeout must be greater"),
     ],
     ids=["address", "run", "name", "time-out"],
 )
