@@ -106,6 +106,7 @@ class House(Process):
         """`resumes`: the run that is in `place` goes on, with what it had."""
         self.run = run
         self._store: Any = None
+        self._logs: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.folder = RunFolder((place / "runs" / run).absolute())
         begun = ["--resume", f"runs/{run}"] if resumes else ["--run", run, "--steps", str(steps), *MODEL, *SCHEDULE]
         watch = [] if resumes else ["--evaluator" if evaluator else "--no-evaluator"]
@@ -168,9 +169,17 @@ class House(Process):
         return [int(self.row(key).get("version", -1)) for key in keys]
 
     def log(self, process: str) -> list[dict[str, Any]]:
-        """The events in its log; every line is JSON."""
+        """The events in its log so far; every line is JSON."""
+        rows, read = self._logs.get(process, ([], 0))
         path = self.folder.log(process)
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(read)
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]
+            rows += [json.loads(line) for line in new.decode("utf-8").splitlines()]
+            self._logs[process] = (rows, read + len(new))
+        return rows
 
     def events(self, process: str, event: str) -> list[dict[str, Any]]:
         return [row for row in self.log(process) if row["event"] == event]

@@ -13,20 +13,23 @@ from house import FRAGMENTS, MODEL, SCHEDULE, TEXT, House, Process, check_books,
 from probe import Probe, altered, malformed
 from waiting import wait_for
 
+STOP_SECONDS = 10.0
 HEAL_SECONDS = 10.0
 """Two beats are meant; a busy machine may need longer."""
 
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """Run `a`, which would go on for ever. No test ends it, and none may cost it a process."""
+    """Run `a`, which goes on until it is asked to stop. No test ends it, and none may cost it a process."""
     with House(tmp_path_factory.mktemp("outages"), run="a") as house:
         yield house.wait_until_it_runs()
         assert house.told["faults"] == 0
         left = house.pids()
-        house.child.kill()
-        house.child.wait()
+        house.signal(signal.SIGINT)
+        assert house.wait(STOP_SECONDS) == 0, house.said
         wait_until_gone(left)
+        names = {row["name"] for row in house.check_figures()["learners"]}
+        assert names == {"learner-1", "learner-2"} | ({"guest"} if house.events("syncer", "left") else set())
 
 
 @contextmanager
