@@ -196,9 +196,11 @@ class House(Process):
         )
 
     def wait_until_it_runs(self) -> Self:
-        """Everything is started and the first rounds are merged."""
+        """Everything is started, all are shown, and the first rounds are merged."""
         wait_for(lambda: len(self.told.get("processes", {})) >= 4, "all are started", START_SECONDS)
         wait_for(lambda: min(self.versions()) > 0, "the first rounds are merged", START_SECONDS)
+        for name in self.told["learners_asked"]:
+            wait_for(lambda name=name: self.learner(name).get("state") == "live", f"{name} is live", START_SECONDS)  # type: ignore[misc]
         return self
 
     # --- hands -------------------------------------------------------------------------------------------------------

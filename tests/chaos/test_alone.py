@@ -13,6 +13,8 @@ from house import MODEL, SCHEDULE, START_SECONDS, TEXT, House, Process, lives
 from transport import free_ports
 from waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
+
 STOP_SECONDS = 10.0
 
 

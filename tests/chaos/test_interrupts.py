@@ -12,6 +12,8 @@ import pytest
 from house import START_SECONDS, House, Process, check_books, wait_until_gone
 from waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
+
 STOP_SECONDS = 10.0
 """What a stop may take."""
 

@@ -9,6 +9,8 @@ import pytest
 from house import House, Process
 from waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
+
 STEPS = 3000
 """Many times as long as the kills take, since training goes on meanwhile."""
 

@@ -13,6 +13,8 @@ from house import FRAGMENTS, MODEL, SCHEDULE, TEXT, House, Process, check_books,
 from probe import Probe, altered, malformed
 from waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
+
 STOP_SECONDS = 10.0
 HEAL_SECONDS = 10.0
 """Two beats are meant; a busy machine may need longer."""

@@ -12,6 +12,8 @@ from house import TEXT, House, Process, wait_until_gone
 from probe import Probe, altered
 from waiting import wait_for
 
+pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
+
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
