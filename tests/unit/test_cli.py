@@ -19,6 +19,7 @@ from decoupled_diloco.compose.ports import broker_port
 from decoupled_diloco.compose.prepare import new_name, prepare
 from decoupled_diloco.compose.settings import UpConfig
 from decoupled_diloco.monitor.folder import RunFolder, Setup
+from transport import free_ports
 
 UP_OPTIONS = [
     "--learners",
@@ -182,10 +183,10 @@ def test_text_of_one_sequence_and_its_target_is_enough(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_named_and_by_default_avoided(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_ports() + 2  # not one that the system gives away: a neighbour of such a port may be taken too
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         assert str(port) in refuse("up", "--broker-port", str(port - 2))
         assert str(port) in refuse("up", "--redis-port", str(port))
         monkeypatch.setattr("decoupled_diloco.compose.ports.DEFAULT_PORT", port - 2)
