@@ -307,6 +307,9 @@ def _check_scales(bits: Tensor) -> None:
     """Malformed unless each is zero or a number from SMALLEST_SCALE to below SCALE_LIMIT, without a sign bit."""
     for part in slabs(bits):
         some = bits[part]
+        least, most = torch.aminmax(some)
+        if int(least) >= _SMALLEST_BITS and int(most) < _LIMIT_BITS:
+            continue  # the usual case; below, some are zero
         fine = (some == 0) | ((some >= _SMALLEST_BITS) & (some < _LIMIT_BITS))
         if not fine.all():
             raise Malformed("scale", f"a block's scale is {some[~fine].view(torch.bfloat16)[0].item()}")

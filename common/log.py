@@ -168,9 +168,14 @@ def _complete(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMa
     return whole
 
 
+_PLAIN_TYPES = frozenset({str, int, bool, type(None)})
+
+
 def _plain(value: Any) -> Any:
     """`value` in terms of JSON; anything else as its text, and so are nan and infinity, which JSON does not have."""
-    if value is None or isinstance(value, bool | str):
+    if type(value) in _PLAIN_TYPES:  # by far the most, and asking an abstract class is dear
+        return value
+    if isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
         return int(value)

@@ -1,6 +1,6 @@
 """The thread behind the registry: whatever the store does, callers go on and memory stays O(keys).
 
-It writes what has changed at most 5 times a second and everything once a second, each time as one transaction, so that
+It writes what has changed at most twice a second and everything once a second, each time as one transaction, so that
 a store that was flushed, restarted or frozen, or that lost a single key, is whole again within a second of being back.
 """
 
@@ -23,7 +23,7 @@ from .registry_board import WAITING_EVENTS, Batch, Board, Row
 if TYPE_CHECKING:
     from .registry import Keys
 
-WRITE_SECONDS = 0.2
+WRITE_SECONDS = 0.5
 """Shortest time between two writes."""
 RETRY_SECONDS = 0.5
 CLOSE_SECONDS = 3.0

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar
 
 import msgpack
@@ -441,12 +442,16 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def _to_map(message: Message) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for f in fields(message):
-        if "check" in f.metadata:
-            value = getattr(message, f.name)
-            rows[f.name] = [_to_map(v) for v in value] if f.name == "calls" else value
+    rows = {name: getattr(message, name) for name in _checks(type(message))}
+    if "calls" in rows:
+        rows["calls"] = [_to_map(call) for call in rows["calls"]]
     return rows
+
+
+@cache
+def _checks(cls: type[Any]) -> dict[str, Check]:
+    """The header's fields of a kind, and what each may hold."""
+    return {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata}
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
@@ -501,7 +506,7 @@ def unpack(frame: bytes | memoryview, what: str) -> Any:
 def _build(cls: type[Message], rows: dict[str, Any], *, protocol: bool = False, payload: Any = None) -> Message:
     if protocol and rows.pop("protocol", None) != PROTOCOL:
         raise Malformed("protocol", f"this side speaks protocol {PROTOCOL}; install the same version on both sides")
-    checks = {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata}
+    checks = _checks(cls)
     if rows.keys() != checks.keys():
         odd = sorted(str(k)[:40] for k in rows.keys() ^ checks.keys())
         raise Malformed("header", f"missing or unknown in a {cls.KIND}: {', '.join(odd[:5])}")

@@ -328,14 +328,13 @@ class Conversation:
                 self.desk.give_back(capture)
 
     def _answer(self, capture: Capture) -> None:
-        """Encode what was captured, keep it, and queue its chunks, behind an Alive that reports what they cover."""
+        """Encode what was captured, keep it, and queue its chunks."""
         if self._admitted is None or not self.answers.wanted(capture.call):
             return
         fragment = self._admitted.plan.fragments[capture.call.fragment]
         deltas = encode_answer(self.me, fragment, self._admitted.settings.codec_up, capture)
         self.answers.keep(Answer(capture.call, deltas))
         self._bulk.extend(deltas)
-        self._due.pop("alive", None)
 
     # --- bulk --------------------------------------------------------------------------------------------------------
     @property

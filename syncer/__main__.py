@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import signal
-from pathlib import Path
 from types import FrameType
-
-import torch
 
 from ..common.config import SyncerConfig
 from ..common.errors import Malformed
 from ..common.log import get_logger
 from ..common.registry import Registry
-from .checkpoint import Checkpoints
-from .clock import SteadyClock
 from .lines import Lines
-from .loop import Syncer
-from .parts import Parts
+from .survey import Listening
 from .telling import Teller
-from .writer import CheckpointWriter
 
 
 def main(config: SyncerConfig) -> None:
     """Serve the run until it is over or SIGTERM/SIGINT asks for a stop. DilocoError says what went wrong."""
-    torch.set_num_threads(1)
     log = get_logger("syncer")
     run = config.settings.run
     teller = Teller(Registry(config.redis, run, log), log, run)
@@ -31,18 +24,27 @@ def main(config: SyncerConfig) -> None:
     def malformed(topic: bytes, wrong: Malformed) -> None:
         teller.reject(sender_of(topic), wrong.reason, message="?", detail=str(wrong)[:200])
 
+    def absent(seconds: float) -> None:
+        log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
+
     lines = Lines(config.broker, run, malformed)
-    checkpoints = Checkpoints(Path(config.directory))
-    syncer = Syncer(Parts(config, lines, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock()))
-
-    def ask_to_stop(_signal: int, _frame: FrameType | None) -> None:
-        syncer.stop()
-
-    signal.signal(signal.SIGTERM, ask_to_stop)
-    signal.signal(signal.SIGINT, ask_to_stop)
+    listening = Listening(lines, config.listen_seconds, absent)
     try:
+        # Torch comes with these. It takes as long to load as `listening` has to listen anyway.
+        from .loop import Syncer  # noqa: PLC0415
+        from .parts import assemble  # noqa: PLC0415
+
+        syncer = Syncer(assemble(config, lines, listening, teller))
+        gc.freeze()  # torch's hundred thousands of objects stay for ever: no collection need look at them
+
+        def ask_to_stop(_signal: int, _frame: FrameType | None) -> None:
+            syncer.stop()
+
+        signal.signal(signal.SIGTERM, ask_to_stop)
+        signal.signal(signal.SIGINT, ask_to_stop)
         syncer.run()
     finally:
+        listening.close()
         teller.registry.close()
         lines.close()
 

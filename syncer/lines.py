@@ -54,6 +54,7 @@ class Lines:
         self._poller = zmq.Poller()
         for socket in (self._control.socket, self._bulk.socket, *(up.socket for up in self._up.values())):
             self._poller.register(socket, zmq.POLLIN)
+        self._ready: set[Any] = set()
 
     @property
     def proven(self) -> bool:
@@ -65,16 +66,20 @@ class Lines:
         if self._outbox:
             self._flush()
         limit = min(seconds, RETRY_SECONDS) if self._outbox else seconds
-        self._poller.poll(math.ceil(max(0.0, limit) * 1000))
+        self._ready = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, limit) * 1000))}
         for up in self._up.values():
-            up.read_subscriptions()
+            if up.socket in self._ready:
+                up.read_subscriptions()
 
     def receive(self) -> Iterator[Message]:
-        """What has arrived: control messages (all, unless they are a flood), then a bounded number of bulk messages."""
-        until = time.monotonic() + CONTROL_SECONDS
-        while time.monotonic() < until and (message := self._control.receive()) is not None:
-            yield message
-        for _ in range(BULK_A_TURN):
+        """What had arrived when `wait` returned: control messages (all, unless they are a flood), then a bounded number
+        of bulk messages.
+        """
+        if self._control.socket in self._ready:
+            until = time.monotonic() + CONTROL_SECONDS
+            while time.monotonic() < until and (message := self._control.receive()) is not None:
+                yield message
+        for _ in range(BULK_A_TURN if self._bulk.socket in self._ready else 0):
             message = self._bulk.receive()
             if message is None:
                 return

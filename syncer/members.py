@@ -7,6 +7,7 @@ goodbye -> left
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Literal
@@ -20,6 +21,9 @@ State = Literal["live", "stalled", "lost", "left"]
 SILENCE_SECONDS = SILENT_BEATS * BEAT_SECONDS
 STALL_FACTOR = 10
 """A learner without a step for so many of its usual ones is stalled, but never sooner than SILENCE_SECONDS."""
+PACE_FACTOR, SPARE_STEPS = 2, 2
+"""A learner is believed to have worked so many times as fast since its last report as before it, and so many steps
+more."""
 REMEMBERED = 256
 """Names that left or were lost and are still listed; the oldest are forgotten first."""
 
@@ -54,6 +58,17 @@ class Member:
     @property
     def tokens(self) -> int:
         return self.alive.tokens if self.alive else 0
+
+    @property
+    def credible_tokens(self) -> int:
+        """The most that its token counter can stand at until it is heard again or lost: what it reported, and what it
+        does in that time at PACE_FACTOR times its pace.
+        """
+        alive = self.alive
+        if alive is None or not alive.local_steps:
+            return 0
+        steps = SPARE_STEPS + (PACE_FACTOR * SILENCE_SECONDS / alive.step_seconds if alive.step_seconds > 0 else 0)
+        return alive.tokens + math.ceil(steps * alive.tokens / alive.local_steps)
 
 
 @dataclass

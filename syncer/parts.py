@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from ..common.config import RunSettings, SyncerConfig
 from ..common.wire import Update
@@ -16,6 +19,7 @@ from .lines import Lines
 from .rounds import Rounds
 from .screen import NormScreen
 from .state import GlobalState
+from .survey import Listening
 from .telling import Teller
 from .writer import CheckpointWriter
 
@@ -29,10 +33,18 @@ class Parts:
 
     config: SyncerConfig
     lines: Lines
+    listening: Listening
     checkpoints: Checkpoints
     writer: CheckpointWriter
     teller: Teller
     clock: SteadyClock
+
+
+def assemble(config: SyncerConfig, lines: Lines, listening: Listening, teller: Teller) -> Parts:
+    """The parts of a syncer whose directory is `config.directory`."""
+    torch.set_num_threads(1)
+    checkpoints = Checkpoints(Path(config.directory))
+    return Parts(config, lines, listening, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
 
 
 @dataclass

@@ -82,7 +82,9 @@ class Called:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge these answers, sorted by (name, incarnation), then say merged() or failed(). `unreported` were left out."""
+    """Merge these answers, sorted by (name, incarnation), then say merged() or failed(). `unreported` were left out:
+    they cover more than their learners can have done by what they report.
+    """
 
     call: OpenCall
     answers: tuple[Answer, ...]
@@ -158,15 +160,17 @@ class Rounds:
         return ""
 
     def answer(self, answer: Answer) -> str:
-        """Take a complete answer; '' or why not. It counts once its learner has reported what it covers."""
+        """Take a complete answer; '' or why not. It counts unless it covers more than its learner's reports allow."""
         reason = self.refusal(answer)
         if not reason:
             self.calls[answer.fragment].answers[answer.who] = answer
         return reason
 
     def _counts(self, answer: Answer) -> bool:
-        """Its learner has reported what it covers."""
-        return self.ledger.reported(answer.who) >= answer.tokens_to
+        """By its learner's last report it can have done what the answer covers."""
+        member = self.members.get(answer.who)
+        credible = 0 if member is None else member.credible_tokens
+        return answer.tokens_to <= max(credible, self.ledger.reported(answer.who))
 
     def _better(self, answer: Answer, known: Answer) -> bool:
         """One that counts takes the place of one that does not: nobody is shut out by what was sent in his name."""

@@ -11,7 +11,7 @@ from .figures import Figures
 from .parts import Parts, Run, Served
 from .rounds import Rounds
 from .state import GlobalState
-from .survey import Survey, listen
+from .survey import Survey
 
 
 def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
@@ -24,12 +24,7 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
     restored = parts.checkpoints.restore(run.settings)
     if restored is None and parts.config.init is not None:
         check_model_file(parts.config.init)
-    survey = listen(
-        parts.lines,
-        parts.config.listen_seconds,
-        stopped,
-        lambda seconds: teller.log.warning("broker_absent", broker=parts.config.broker, seconds=round(seconds)),
-    )
+    survey = parts.listening.survey(stopped)
     stored_epoch = teller.registry.stored_epoch()
     if restored is None:
         _refuse_foreign(parts, run, survey)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from ..common.wire import Alive, Beat
 from .lines import Lines
 
+WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
 """How often an absent broker is told of."""
 FAR = 2**48
@@ -39,22 +41,54 @@ class Survey:
             self.versions[p] = max(self.versions.get(p, 0), version)
 
 
-def listen(lines: Lines, seconds: float, stopped: Callable[[], bool], absent: Callable[[float], None]) -> Survey:
-    """Hear the run for `seconds`, once the broker is there; `absent` is told every 5 s how long it has been missing."""
-    survey, began = Survey(), time.monotonic()
-    told, heard_since = began, None
-    while not stopped():
-        lines.wait(0.1)
-        now = time.monotonic()
-        if not lines.proven:
-            heard_since = None
-            if now - told >= ABSENT_SECONDS:
-                told = now
-                absent(now - began)
-            continue
-        heard_since = heard_since or now
-        for message in lines.receive():
-            survey.take(message)
-        if now - heard_since >= seconds:
-            break
-    return survey
+class Listening:
+    """Hears the run from the moment it is made, in a thread of its own: the program has better things to do meanwhile,
+    such as loading torch. The lines are the thread's until `survey` or `close` returns.
+    """
+
+    def __init__(self, lines: Lines, seconds: float, absent: Callable[[float], None]) -> None:
+        """`absent` is told every 5 s how long the broker has been missing."""
+        self._lines, self._seconds, self._absent = lines, seconds, absent
+        self._survey = Survey()
+        self._wanted, self._closed = threading.Event(), threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="listening", daemon=True)
+        self._thread.start()
+
+    def survey(self, stopped: Callable[[], bool]) -> Survey:
+        """All that was heard: for `seconds` with a broker at least, and up to now. Less if `stopped`."""
+        self._wanted.set()
+        while self._thread.is_alive() and not stopped():
+            self._thread.join(WAIT_SECONDS)
+        self.close()
+        if self._failure is not None:
+            raise self._failure
+        return self._survey
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._listen()
+        except BaseException as failure:  # noqa: BLE001 raised where the survey is asked for
+            self._failure = failure
+
+    def _listen(self) -> None:
+        told = began = time.monotonic()
+        heard_since: float | None = None
+        while not self._closed.is_set():
+            self._lines.wait(WAIT_SECONDS)
+            now = time.monotonic()
+            if not self._lines.proven:
+                heard_since = None
+                if now - told >= ABSENT_SECONDS:
+                    told = now
+                    self._absent(now - began)
+                continue
+            heard_since = heard_since or now
+            for message in self._lines.receive():
+                self._survey.take(message)
+            if self._wanted.is_set() and now - heard_since >= self._seconds:
+                break

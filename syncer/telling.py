@@ -7,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.config import RunSettings
 from ..common.registry import Registry
-from .figures import Figures
-from .members import Member
-from .rounds import Merge, Rounds
-from .state import GlobalState, Merged
+
+if TYPE_CHECKING:  # a syncer tells of what it hears before it has loaded torch
+    from .figures import Figures
+    from .members import Member
+    from .rounds import Merge, Rounds
+    from .state import GlobalState, Merged
 
 REJECT_LOG_SECONDS = 1.0
 """The same complaint about the same learner is logged at most this often; all are counted."""

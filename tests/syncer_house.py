@@ -43,6 +43,7 @@ from decoupled_diloco.syncer.clock import SteadyClock
 from decoupled_diloco.syncer.lines import Lines
 from decoupled_diloco.syncer.loop import Syncer
 from decoupled_diloco.syncer.parts import Parts
+from decoupled_diloco.syncer.survey import Listening
 from decoupled_diloco.syncer.telling import Teller
 from decoupled_diloco.syncer.writer import CheckpointWriter
 from torch import Tensor
@@ -99,7 +100,8 @@ class SyncerHouse:
         teller = Teller(Registry(self.redis, self.settings.run, log), log, self.settings.run)
         lines = Lines(self.address, self.settings.run, lambda _, wrong: teller.reject("?", wrong.reason))
         checkpoints = Checkpoints(config.directory)
-        parts = Parts(config, lines, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
+        listening = Listening(lines, config.listen_seconds, lambda _: None)
+        parts = Parts(config, lines, listening, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
         self.syncer = Syncer(parts)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -112,6 +114,7 @@ class SyncerHouse:
             self.failure.append(failure)
         finally:
             parts.writer.close(5)
+            parts.listening.close()
             parts.teller.registry.close()
             parts.lines.close()
             parts.checkpoints.unlock()

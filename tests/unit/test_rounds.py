@@ -254,14 +254,22 @@ def test_each_reason_of_refusal_is_given_and_changes_nothing() -> None:
     assert h.rounds.refusal(replace(far, base_version=max(0, again.version - MAX_LAG))) in ("", "stale")
 
 
-def test_an_answer_counts_only_once_its_learner_has_reported_what_it_covers() -> None:
+def test_an_answer_beyond_what_its_learner_can_have_done_counts_once_it_has_been_reported() -> None:
     h = house(1)
     p = h.open_one()
     worker = h.workers["w0"]
-    worker.steps += 3  # worked on, not told yet
+    worker.steps += 30  # in less than the 3 s after which a silent learner, of one step a second, is lost
     assert h.answer(worker, p) == ""
     assert not of(h.tick(), Merge)
     h.hear(worker)
+    assert len(of(h.tick(), Merge)) == 1
+
+
+def test_what_a_learner_did_since_its_last_report_counts() -> None:
+    h = house(1)
+    p = h.open_one()
+    h.workers["w0"].steps += 2
+    assert h.answer(h.workers["w0"], p) == ""
     assert len(of(h.tick(), Merge)) == 1
 
 
@@ -511,7 +519,9 @@ class AnyOrder(RuleBasedStateMachine):
             spans.append((a.tokens_from, a.tokens_to))
             worker = self.h.workers.get(a.who[0])
             if worker is not None and worker.who == a.who:
-                assert worker.steps * TOKENS >= a.tokens_to
+                member = self.h.rounds.members.get(a.who)
+                allowed = 0 if member is None else member.credible_tokens
+                assert a.tokens_to <= max(worker.steps * TOKENS, allowed)
 
     @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def join(self, name: str, seconds: float) -> None:
