@@ -98,7 +98,7 @@ class RunSettings(FromMap):
     """Name of the run: topics, Redis keys and the run's folder begin with it."""
     seed: int = 0
     """Model init = f(seed); data stream = f(seed, name, incarnation); validation windows = f(seed)."""
-    steps: int = 750
+    steps: int = 432
     """T, in global steps. A global step lasts as long as a typical learner's inner step."""
     quorum: int = 1
     """K, in learners: below so many answers nothing is merged. Never lowered by itself."""
@@ -187,7 +187,7 @@ class TaskSettings(FromMap):
     """Channels of the residual stream; a multiple of 32 (heads have 32 channels)."""
     sequence_length: int = 128
     """Bytes that one sequence predicts."""
-    batch_sequences: int = 8
+    batch_sequences: int = 16
     """Sequences in one inner step of one learner."""
     inner_lr: float = 1.5e-3
     """Peak learning rate of the inner AdamW (embeddings, head and gains: 5 times that). It rises over a learner's first

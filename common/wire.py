@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache
 from typing import Any, ClassVar
 
 import msgpack
@@ -416,6 +415,10 @@ class Seed(Chunked):
 MESSAGES: dict[str, type[Message]] = {
     cls.KIND: cls for cls in (Beat, Call, Hello, Welcome, Alive, Goodbye, Fetch, Delta, Update, Keyframe, Seed)
 }
+CHECKS: dict[type[Message], dict[str, Check]] = {
+    cls: {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata} for cls in MESSAGES.values()
+}
+"""Of each kind: the fields that its header has, and what each may hold."""
 FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed"})
 NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed"})
 
@@ -442,16 +445,10 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def _to_map(message: Message) -> dict[str, Any]:
-    rows = {name: getattr(message, name) for name in _checks(type(message))}
+    rows = {name: getattr(message, name) for name in CHECKS[type(message)]}
     if "calls" in rows:
         rows["calls"] = [_to_map(call) for call in rows["calls"]]
     return rows
-
-
-@cache
-def _checks(cls: type[Any]) -> dict[str, Check]:
-    """The header's fields of a kind, and what each may hold."""
-    return {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata}
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
@@ -506,7 +503,7 @@ def unpack(frame: bytes | memoryview, what: str) -> Any:
 def _build(cls: type[Message], rows: dict[str, Any], *, protocol: bool = False, payload: Any = None) -> Message:
     if protocol and rows.pop("protocol", None) != PROTOCOL:
         raise Malformed("protocol", f"this side speaks protocol {PROTOCOL}; install the same version on both sides")
-    checks = _checks(cls)
+    checks = CHECKS[cls]
     if rows.keys() != checks.keys():
         odd = sorted(str(k)[:40] for k in rows.keys() ^ checks.keys())
         raise Malformed("header", f"missing or unknown in a {cls.KIND}: {', '.join(odd[:5])}")

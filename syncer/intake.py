@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..common.codec import encoded_bytes
 from ..common.errors import Malformed
 from ..common.wire import Assembly, Delta
 from .ledger import Who
+from .merge import norm
 from .rounds import Answer, Rounds
 from .screen import NormScreen
 from .state import GlobalState
@@ -68,10 +68,10 @@ class Intake:
 
     def _decoded(self, answer: Answer, codec: str, payload: memoryview) -> Answer:
         vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
-        norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
-        if self._screen.absurd(answer.fragment, norm):
-            raise Malformed("norm", f"{norm:.3g}, over 100 times what this fragment's merges have had")
-        return replace(answer, vector=Decoded(vector, norm))
+        length = norm(vector)
+        if self._screen.absurd(answer.fragment, length):
+            raise Malformed("norm", f"{length:.3g}, over 100 times what this fragment's merges have had")
+        return replace(answer, vector=Decoded(vector, length))
 
 
 def answer_of(delta: Delta) -> Answer:
