@@ -23,7 +23,7 @@ from ..common.config import CHUNK_BYTES, MESSAGE_BYTES, BrokerConfig
 from ..common.errors import SettingError
 from ..common.log import get_logger
 from ..common.sockets import CONTROL_MESSAGES, SUBSCRIBE, UNSUBSCRIBE, Address, Context, Socket, Waker, configure
-from ..common.wire import FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, Plane
+from ..common.wire import BOTH_PLANES, FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, Plane
 
 log = get_logger("broker")
 
@@ -36,12 +36,12 @@ DROPS_TOLD_SECONDS = 1.0
 
 
 def topic_pattern(plane: Plane) -> re.Pattern[bytes]:
-    """Topics that pass: RUN/KIND/[FRAGMENT/][NAME/] of the kinds that travel on `plane`, and beats on both."""
+    """Topics that pass: RUN/KIND/[FRAGMENT/][NAME/] of the kinds that travel on `plane`; beats and pings on both."""
     name = "[a-z0-9][a-z0-9-]{0,39}"
     kinds = [
         kind + ("/[0-9]{1,6}" if kind in FRAGMENT_KINDS else "") + (f"/{name}" if kind in NAMED_KINDS else "")
         for kind, message in MESSAGES.items()
-        if message.PLANE is plane and kind != "beat"
+        if (message.PLANE is plane or kind in BOTH_PLANES) and kind != "beat"
     ]
     return re.compile(f"(?:_/beat/{name}|{name}/(?:{'|'.join(kinds)}))/".encode())
 

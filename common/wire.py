@@ -412,15 +412,28 @@ class Seed(Chunked):
     digest: str = _f(_digest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """Anybody -> itself, through the broker, on both planes: what comes back proves the way there and back."""
+
+    KIND: ClassVar[str] = "ping"
+
+    name: str = _f(_name)
+    nonce: int = _f(_whole(1))
+    """Random: tells this ping from every other of the same name."""
+
+
 MESSAGES: dict[str, type[Message]] = {
-    cls.KIND: cls for cls in (Beat, Call, Hello, Welcome, Alive, Goodbye, Fetch, Delta, Update, Keyframe, Seed)
+    cls.KIND: cls for cls in (Beat, Call, Hello, Welcome, Alive, Goodbye, Fetch, Delta, Update, Keyframe, Seed, Ping)
 }
 CHECKS: dict[type[Message], dict[str, Check]] = {
     cls: {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata} for cls in MESSAGES.values()
 }
 """Of each kind: the fields that its header has, and what each may hold."""
 FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed"})
-NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed"})
+NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "ping"})
+BOTH_PLANES = frozenset({"beat", "ping"})
+"""Kinds that travel on either plane."""
 
 
 def beat_topic(run: str = "") -> bytes:

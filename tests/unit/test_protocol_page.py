@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from decoupled_diloco.common.wire import FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, PROTOCOL, Plane
+from decoupled_diloco.common.wire import BOTH_PLANES, FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, PROTOCOL, Plane
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 ROWS = dict(re.findall(r"^\| (\w+) \| [LOS ]+ \| (.*) \|$", PAGE, re.MULTILINE))
@@ -27,7 +27,7 @@ def test_the_page_lists_every_kind_and_no_other() -> None:
 def test_the_page_has_the_plane_topic_payload_and_fields_of(kind: str) -> None:
     message = MESSAGES[kind]
     plane, topic, payload = (cell.strip() for cell in ROWS[kind].split("|"))
-    assert plane == ("both" if kind == "beat" else "control" if message.PLANE is Plane.CONTROL else "bulk")
+    assert plane == ("both" if kind in BOTH_PLANES else "control" if message.PLANE is Plane.CONTROL else "bulk")
     parts = ["RUN", kind, *(["FRAGMENT"] if kind in FRAGMENT_KINDS else []), *(["NAME"] if kind in NAMED_KINDS else [])]
     assert topic == ("`_/beat/RUN/`" if kind == "beat" else f"`{'/'.join(parts)}/`")
     assert (payload != "-") == message.HAS_PAYLOAD

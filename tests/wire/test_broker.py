@@ -21,6 +21,7 @@ from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink
 from decoupled_diloco.common.wire import (
+    BOTH_PLANES,
     MESSAGES,
     Beat,
     Call,
@@ -122,7 +123,7 @@ def test_the_broker_lets_a_kind_through_on_its_own_plane_only(kind: str) -> None
     detail = {"call": "3/", "fragment": "3/", "keyframe": "3/", "delta": "3/a/", "seed": "3/a/"}.get(kind, "a/")
     topic = b"_/beat/run/" if kind == "beat" else f"run/{kind}/{detail}".encode()
     planes = {plane for plane in Plane if topic_pattern(plane).fullmatch(topic)}
-    assert planes == (set(Plane) if kind == "beat" else {MESSAGES[kind].PLANE})
+    assert planes == (set(Plane) if kind in BOTH_PLANES else {MESSAGES[kind].PLANE})
 
 
 # --- what does not ---------------------------------------------------------------------------------------------------
