@@ -17,7 +17,8 @@ import click
 
 from .common.config import BrokerConfig, LearnerConfig, RunSettings, TaskSettings
 from .common.errors import DilocoError
-from .compose.options import ENVIRONMENT, explicit, made_of, options_of
+from .compose.environment import Group, from_environment, in_force, strangers
+from .compose.options import explicit, made_of, options_of
 from .compose.settings import UpConfig
 
 NICENESS = 10
@@ -33,20 +34,16 @@ THREADS = click.option(
 )
 REDIS = click.option(
     "--redis",
-    envvar=ENVIRONMENT["redis"],
-    show_envvar=True,
     help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none.",
 )
 STORE = click.option(
     "--redis",
-    envvar=ENVIRONMENT["redis"],
-    show_envvar=True,
     help="The store to look into, like redis://HOST:6379/0. Without it: the one of the `diloco up` that runs here.",
 )
 RUN_ARGUMENT = click.argument("run", metavar="[RUN]", default="")
 
 
-@click.group(invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.group(cls=Group, invoke_without_command=True, context_settings={"max_content_width": 110})
 @click.version_option(package_name="decoupled-diloco")
 @click.option("--parent", type=int, hidden=True)
 @click.option("--log-file", type=click.Path(path_type=Path), help="Append events to this file, one JSON line each.")
@@ -62,16 +59,21 @@ def group(context: click.Context, /, parent: int | None, **logging: Any) -> None
         from .compose.children import die_with
 
         die_with(parent)
+    if said := strangers(group, os.environ):
+        click.echo(f"diloco: {said}", err=True)
     context.obj = {"terminal": parent is None, **logging}
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
-def _log(context: click.Context, process: str) -> None:
-    from .common.log import configure
+def _begin(context: click.Context, process: str, config: Any, **more: Any) -> None:
+    """Open the log of a process, whose first event says what is in force and what of it variables gave."""
+    from .common.log import configure, get_logger
 
     options = context.obj
     configure(process, json_file=options["log_file"], level=options["log_level"], terminal=options["terminal"])
+    given = [*from_environment(context), *from_environment(context.find_root())]
+    get_logger(process).info("settings", **in_force(config, **more), from_environment=given)
 
 
 @group.command()
@@ -99,7 +101,7 @@ def broker(context: click.Context, /, **given: Any) -> int:
     from .broker.__main__ import main as run_broker
 
     config = made_of(BrokerConfig, given)
-    _log(context, "broker")
+    _begin(context, "broker", config)
     return run_broker(config)
 
 
@@ -121,7 +123,7 @@ def syncer(context: click.Context, /, **given: Any) -> int:
     from .compose.standalone import syncer_config
 
     config = syncer_config(given, explicit(context))
-    _log(context, "syncer")
+    _begin(context, "syncer", config)
     from .syncer.__main__ import main as run_syncer
 
     run_syncer(config)
@@ -148,9 +150,9 @@ def learner(context: click.Context, /, **given: Any) -> int:
     from .learner.identity import default_name
 
     config = made_of(LearnerConfig, given | {"name": given["name"] or default_name()})
-    _log(context, config.name)
-    threads = given["threads"] or os.cpu_count() or 1
-    return run_learner(config, data=given["data"], device=given["device"], threads=threads)
+    own = {"data": given["data"], "device": given["device"], "threads": given["threads"] or os.cpu_count() or 1}
+    _begin(context, config.name, config, **own)
+    return run_learner(config, **own)
 
 
 @group.command()
@@ -168,7 +170,7 @@ def learner(context: click.Context, /, **given: Any) -> int:
 def evaluator(context: click.Context, /, **given: Any) -> int:
     """Judge a run's global model on held-out text, without a vote."""
     config = made_of(LearnerConfig, given | {"name": "evaluator"})
-    _log(context, "evaluator")
+    _begin(context, "evaluator", config, data=given["data"], eval_every=given["eval_every"])
     os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
     from .learner.evaluator import main as run_evaluator
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..common.errors import DilocoError
+from .environment import without_options
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
@@ -188,9 +189,11 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """A child in a session of its own; everything it prints is appended to the file `stderr`.
 
-    `threads` bounds what numeric libraries take before anybody asks them; `more` is added to its environment.
+    `threads` bounds what numeric libraries take before anybody asks them; `more` is added to its environment,
+    in which no option of ours stands otherwise: it has all that it needs in `command`.
     """
-    environment = os.environ | _thread_limits(threads) | {"PYTHONFAULTHANDLER": "1"} | dict(more or {})
+    own = {"PYTHONFAULTHANDLER": "1", **_thread_limits(threads), **(more or {})}
+    environment = without_options(os.environ) | own
     with stderr.open("ab") as file:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True

@@ -15,7 +15,7 @@ from ..common.log import get_logger
 from ..common.registry import redact_url
 from ..monitor.folder import RunFolder
 from .children import Exit, Family, Process, spawn
-from .options import ENVIRONMENT
+from .environment import variable
 from .prepare import Prepared
 from .store import EmbeddedStore
 
@@ -92,7 +92,7 @@ class House:
         kind = "learner" if name in self.learners else name
         own = ["--parent", str(os.getpid()), "--log-file", str(self.folder.log(name))]
         command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", *own, kind, *arguments]
-        environment = {ENVIRONMENT["redis"]: self.redis} if kind == "syncer" else {}
+        environment = {variable("redis"): self.redis} if kind == "syncer" else {}
 
         def launch() -> Process:
             self._log_began[name] = size_of(self.folder.log(name))

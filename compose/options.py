@@ -18,9 +18,6 @@ from ..common.config import flag
 Command = TypeVar("Command", bound=Callable[..., Any])
 Made = TypeVar("Made")
 
-ENVIRONMENT = {"redis": "DILOCO_REDIS"}
-"""Fields that may also come from the environment: a password in it is not shown by `ps`."""
-
 
 def options_of(
     settings: type[Any], *, leave_out: tuple[str, ...] = (), defaults: Mapping[str, str] | None = None
@@ -44,7 +41,7 @@ def made_of(settings: type[Made], given: Mapping[str, Any]) -> Made:
 
 
 def explicit(context: click.Context) -> set[str]:
-    """The fields that stood on the command line, as opposed to those that have their default."""
+    """The fields that stood on the command line or in the environment, as opposed to those that have their default."""
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return {name for name in context.params if context.get_parameter_source(name) not in default}
 
@@ -65,8 +62,6 @@ def _option(settings: type[Any], name: str, shown: str | bool) -> Callable[[Comm
         required=required,
         default=None if required else spec.default,
         show_default=shown,
-        envvar=ENVIRONMENT.get(name),
-        show_envvar=name in ENVIRONMENT,
         help=_help(settings, name),
     )
 

@@ -56,6 +56,15 @@ def test_a_killed_child_starts_again_after_a_moment(family: Family, output: Path
     assert child.lives == 2
 
 
+def test_a_child_gets_no_option_behind_the_back_of_its_command_line(
+    family: Family, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_STEPS", "1")
+    family.add("a", lambda: python("import os; print('found', os.environ.get('DILOCO_STEPS'))", output))
+    assert the_exit(family).code == 0
+    assert output.read_text() == "found None\n"
+
+
 def test_the_delay_doubles_up_to_its_limit_and_a_long_life_forgives(output: Path) -> None:
     child, now = Child("a", lambda: python("raise SystemExit(3)", output)), 0.0
     delays = []
