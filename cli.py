@@ -112,6 +112,7 @@ def broker(context: click.Context, /, **given: Any) -> int:
 @click.option("--own-model", is_flag=True, help="Learners bring their own model by join(); no built-in learner.")
 @click.option("--init", type=click.Path(path_type=Path), help="A safetensors file to begin from.")
 @DATA
+@click.option("--stop-redis", is_flag=True, help="Once the run is finished and saved, tell Redis to save and end too.")
 @options_of(RunSettings)
 @options_of(TaskSettings)
 @click.pass_context
@@ -120,8 +121,10 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 
     It goes on where its folder stands, and ends with the run.
     """
-    from .compose.standalone import syncer_config
+    from .compose.standalone import check_store, syncer_config
 
+    if given["redis"] and context.obj["terminal"]:  # for its own children `diloco up` has looked
+        check_store(given["redis"])
     config = syncer_config(given, explicit(context))
     _begin(context, "syncer", config)
     from .syncer.__main__ import main as run_syncer

@@ -253,6 +253,12 @@ class SyncerConfig:
     """How long a stop waits for open rounds."""
     drain_seconds: float = 30.0
     """How long the end of a run waits for answers, and again for acknowledgements."""
+    stop_redis: bool = False
+    """Once the run is finished and saved, tell Redis to save and end too."""
+
+    def __post_init__(self) -> None:
+        if self.stop_redis and self.redis is None:
+            raise SettingError("--stop-redis needs --redis URL: there is nothing to stop without it")
 
 
 @dataclass(frozen=True, kw_only=True)

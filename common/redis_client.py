@@ -24,6 +24,8 @@ from .errors import DilocoError, PeerLost, SettingError
 
 TIMEOUT_SECONDS = 1.0
 """For connecting, and again for each answer."""
+SAVE_SECONDS = 30.0
+"""For a store that is told to end: it writes all that it holds before."""
 FAILURES = (redis.RedisError, OSError, ValueError)
 """All that a call may raise because of the store: ValueError is what a host name of 300 characters gives."""
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
@@ -42,8 +44,9 @@ def redact_url(url: str) -> str:
     return scheme + mark + re.sub(r"(?i)(password=)[^&]*", r"\1***", place)
 
 
-def connect(url: str) -> Any:
-    """A client (`redis.Redis`, texts decoded) that has not connected yet, tries once and waits TIMEOUT_SECONDS at most.
+def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS) -> Any:
+    """A client (`redis.Redis`, texts decoded) that has not connected yet, tries once and waits TIMEOUT_SECONDS at most,
+    for an answer `answer_seconds`.
 
     SettingError if the URL is not one of the forms above, or a file that it names cannot be read.
     """
@@ -60,7 +63,7 @@ def connect(url: str) -> Any:
             raise SettingError(f"{name} of {redact_url(url)} names {options[name]}, which does not exist")
     return redis.Redis.from_url(
         urlsplit(url)._replace(query=urlencode(options)).geturl(),
-        socket_timeout=TIMEOUT_SECONDS,
+        socket_timeout=answer_seconds,
         socket_connect_timeout=TIMEOUT_SECONDS,
         retry=Retry(NoBackoff(), 0),
         decode_responses=True,
@@ -77,6 +80,20 @@ def check_connection(url: str) -> None:
     client = connect(url)
     try:
         client.ping()
+    except FAILURES as wrong:
+        raise explain(url, wrong) from None
+    finally:
+        client.close()
+
+
+def save_and_end(url: str) -> None:
+    """Tell the store to write all that it holds to its disk, and to end. After it, it does so no more: a store that
+    cannot save stays. SettingError, PeerLost or DilocoError say why it did not end.
+    """
+    client = connect(url, SAVE_SECONDS)
+    try:
+        client.ping()  # where nobody answers, SHUTDOWN would take the closed connection for its success
+        client.shutdown(save=True)
     except FAILURES as wrong:
         raise explain(url, wrong) from None
     finally:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.config import RunSettings, SyncerConfig, TaskSettings
-from ..common.errors import SettingError
+from ..common.errors import DilocoError, SettingError
+from ..common.registry import check_connection
 from ..monitor.folder import RUNS, RunFolder, Setup
 from .options import made_of
 from .prepare import check_data, check_fragments, refuse_changes
@@ -37,7 +38,20 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
         redis=given["redis"],
         init=given["init"],
         data_hash=setup.data_hash,
+        stop_redis=given["stop_redis"],
     )
+
+
+def check_store(url: str) -> None:
+    """SettingError if the store lets nobody in like that. One that is away is no reason to wait, since it is only a
+    view: the registry tells of it, and fills it when it is there.
+    """
+    try:
+        check_connection(url)
+    except SettingError:
+        raise
+    except DilocoError:
+        return
 
 
 def _go_on(place: Path, settings: RunSettings, task: TaskSettings, told: Collection[str]) -> tuple[RunFolder, Setup]:

@@ -6,9 +6,12 @@ import gc
 import signal
 from types import FrameType
 
+from structlog.typing import FilteringBoundLogger
+
 from ..common.config import SyncerConfig
-from ..common.errors import Malformed
+from ..common.errors import DilocoError, Malformed
 from ..common.log import get_logger
+from ..common.redis_client import redact_url, save_and_end
 from ..common.registry import Registry
 from .lines import Lines
 from .survey import Listening
@@ -47,6 +50,20 @@ def main(config: SyncerConfig) -> None:
         listening.close()
         teller.registry.close()
         lines.close()
+    if config.stop_redis and config.redis is not None and syncer.finished:
+        stop_redis(config.redis, log)
+
+
+def stop_redis(url: str, log: FilteringBoundLogger) -> None:
+    """Tell the store that it may end, since nobody writes to it any more. The run is safe: one that stays is told of,
+    and no more.
+    """
+    try:
+        save_and_end(url)
+    except DilocoError as wrong:
+        log.warning("redis_not_stopped", reason=str(wrong))
+    else:
+        log.info("redis_stopped", redis=redact_url(url))
 
 
 def sender_of(topic: bytes) -> str:

@@ -68,6 +68,11 @@ class Syncer:
         if self._stop_at is None:
             self._stop_at = time.monotonic()
 
+    @property
+    def finished(self) -> bool:
+        """All steps are done (as opposed to a run that was stopped, and may go on)."""
+        return self._finished_at is not None
+
     # --- one turn ----------------------------------------------------------------------------------------------------
     def _turn(self) -> None:
         self.parts.lines.wait(self._idle_seconds())
@@ -272,7 +277,7 @@ class Syncer:
                 saved = False
         else:
             parts.writer.close(SAVE_SECONDS)
-        parts.teller.event("syncer_stopped", state="finished" if self._finished_at else "stopped", saved=saved)
+        parts.teller.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
         self._tell(parts.clock.now())
         if not saved:
             error = parts.writer.last_error or "see the log"
