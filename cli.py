@@ -169,14 +169,17 @@ def learner(context: click.Context, /, **given: Any) -> int:
 )
 @DATA
 @click.option("--eval-every", type=float, default=15.0, show_default=True, help="Seconds between two evaluations.")
+@click.option("--report", is_flag=True, help="At the run's end write metrics.csv and loss.png, and show its figures.")
 @click.pass_context
 def evaluator(context: click.Context, /, **given: Any) -> int:
     """Judge a run's global model on held-out text, without a vote."""
     config = made_of(LearnerConfig, given | {"name": "evaluator"})
     _begin(context, "evaluator", config, data=given["data"], eval_every=given["eval_every"])
     os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
-    from .learner.evaluator import main as run_evaluator
-
+    if given["report"]:
+        from .compose.reporting import evaluate_and_report as run_evaluator
+    else:
+        from .learner.evaluator import main as run_evaluator
     return run_evaluator(config, given["data"], given["eval_every"])
 
 

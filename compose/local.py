@@ -19,7 +19,7 @@ from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
 from .house import House
 from .prepare import Prepared, prepare
-from .results import SAMPLE_BYTES, SAMPLE_PROMPT, figures, judge_final, sample_text, show_summary, write_pictures
+from .results import figures, judge_final, show_results
 from .settings import UpConfig
 from .wish import Wish
 
@@ -27,7 +27,6 @@ log = get_logger("up")
 
 LOOK_SECONDS = 0.1
 SHOW_SECONDS = 1.0
-RESULTS = ("model.safetensors", "loss.png", "metrics.csv", "summary.json", "logs", "global")
 
 
 def up(
@@ -125,7 +124,7 @@ def _show(house: House, wish: Wish, console: Console) -> int:
     if house.finished and not wish.stop:
         if house.prepared.config.evaluator:
             judge_final(house.folder, house.prepared.config.data)
-        _results(house, console)
+        show_results(house.folder, console)
     elif house.finished:
         console.print(f"finished; its results: diloco report {shlex.quote(house.folder.name)}", soft_wrap=True)
     elif _forget_if_never_begun(house):
@@ -136,14 +135,3 @@ def _show(house: House, wish: Wish, console: Console) -> int:
     if house.prepared.config.as_json:
         print(json.dumps(figures(house.folder) if house.finished else told), flush=True)
     return 0
-
-
-def _results(house: House, console: Console) -> None:
-    folder = house.folder
-    write_pictures(folder)
-    show_summary(figures(folder), console)
-    console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
-    console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
-    console.rule(style="dim")
-    files = ", ".join(name for name in RESULTS if (folder.path / name).exists())
-    console.print(f"in {folder.name}: {files}", markup=False, highlight=False, soft_wrap=True)

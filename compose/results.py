@@ -17,6 +17,7 @@ from ..monitor.outcome import outcome
 from ..monitor.status import find_source
 from ..monitor.watch import duration, size
 
+RESULTS = ("model.safetensors", "loss.png", "metrics.csv", "summary.json", "logs", "global")
 SAMPLE_BYTES = 200
 SAMPLE_PROMPT = "def "
 SHOWN = (
@@ -62,6 +63,17 @@ def show_summary(told: Mapping[str, Any], console: Console) -> None:
     if told["seconds"] is not None:
         rows.add_row("time", duration(told["seconds"]))
     console.print(rows)
+
+
+def show_results(folder: RunFolder, console: Console) -> None:
+    """The end of a finished run: pictures, table, figures, and the model's own words."""
+    write_pictures(folder)
+    show_summary(figures(folder), console)
+    console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
+    console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
+    console.rule(style="dim")
+    files = ", ".join(name for name in RESULTS if (folder.path / name).exists())
+    console.print(f"in {folder.name}: {files}", markup=False, highlight=False, soft_wrap=True)
 
 
 def write_pictures(folder: RunFolder) -> list[Path]:

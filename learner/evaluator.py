@@ -33,8 +33,11 @@ CHOOSING, REPORTED = "A", "B"
 """Held-out parts. All that is shown in a run is judged on B; A is judged at the end, to choose settings by."""
 
 
-def main(config: LearnerConfig, data: Path | None, eval_every_seconds: float) -> int:
-    """Judge the run at `config.broker` until it is over or a signal asks to leave; the exit code.
+def main(
+    config: LearnerConfig, data: Path | None, eval_every_seconds: float, then: Callable[[], None] = lambda: None
+) -> int:
+    """Judge the run at `config.broker` until it is over or a signal asks to leave; the exit code. `then` comes after
+    the last evaluation of a run that is over.
 
     Raises a DilocoError with its own code: no run there, one that trains another text, or no text at all.
     """
@@ -57,6 +60,7 @@ def main(config: LearnerConfig, data: Path | None, eval_every_seconds: float) ->
             config.broker, shown, run=beat.run, name=config.name, join_timeout_seconds=config.join_timeout_seconds
         ) as seen:
             follow(seen, judge, record, eval_every_seconds)
+        then()
     except OSError as wrong:
         raise SettingError(f"cannot write evaluations: {wrong}; check --dir and the disk") from wrong
     except KeyboardInterrupt:

@@ -10,9 +10,10 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from by_hand import events, learner, syncer
 from decoupled_diloco.common.redis_client import connect
 from decoupled_diloco.compose.store import EmbeddedStore
-from house import MODEL, TEXT, Process
+from house import Process
 from scripted_syncer import running_broker
 from waiting import wait_for
 
@@ -46,23 +47,8 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
         yield Guarded(store, directory, f"redis://127.0.0.1:{store.port}/0?password_file={quote(str(password))}")
 
 
-def syncer(place: Path, broker: str, url: str, *more: str, steps: int = 12) -> Process:
-    environment = {"DILOCO_REDIS": url, "DILOCO_LOG_FILE": str(place / "syncer.jsonl")}
-    run = ["--run", "it", "--steps", str(steps), "--sync-every", "4", "--fragments", "2", "--overlap", "1", *MODEL]
-    return Process(place, "syncer", "--broker", broker, *run, "--data", TEXT, *more, environment=environment)
-
-
-def learner(place: Path, broker: str) -> Process:
-    return Process(place / "learner", "learner", "--broker", broker, "--name", "a", "--threads", "1", "--data", TEXT)
-
-
-def events(place: Path, *kinds: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (place / "syncer.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["event"] in kinds]
-
-
 def whole_run(place: Path, broker: str, url: str, *more: str) -> None:
-    with syncer(place, broker, url, *more) as served, learner(place, broker) as trained:
+    with syncer(place, broker, *more, redis=url) as served, learner(place, broker) as trained:
         assert trained.wait(120) == 0, trained.said
         assert served.wait(60) == 0, served.said
 
@@ -85,7 +71,7 @@ def test_a_finished_run_tells_the_store_to_save_and_end_and_all_of_it_is_in_the_
 def test_a_run_that_is_only_stopped_leaves_the_store_alone(tmp_path: Path, guarded: Guarded) -> None:
     with (
         running_broker() as broker,
-        syncer(tmp_path, broker, guarded.url, "--stop-redis", steps=10**6) as served,
+        syncer(tmp_path, broker, "--stop-redis", steps=10**6, redis=guarded.url) as served,
         learner(tmp_path, broker) as trained,
     ):
         wait_for(lambda: int(guarded.client.hget("dd:it:run", "merges") or 0) > 0, "it trains", 90)
@@ -127,7 +113,7 @@ def test_a_syncer_with_a_wrong_password_says_so_in_one_sentence_and_makes_no_run
     url = f"redis://{login}127.0.0.1:{guarded.store.port}/0"
     if login == "nobody@":
         url = guarded.url.replace("//", "//nobody@")
-    with syncer(tmp_path, "tcp://127.0.0.1:1", url) as served:
+    with syncer(tmp_path, "tcp://127.0.0.1:1", redis=url) as served:
         assert served.wait(60) == 2
         assert "authentication failed at redis://" in served.last_words
         assert SECRET not in served.said
@@ -142,7 +128,7 @@ def test_to_stop_a_store_that_there_is_not_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_password_stands_in_no_command_line_and_no_log(tmp_path: Path, guarded: Guarded) -> None:
-    with running_broker() as broker, syncer(tmp_path, broker, guarded.url) as served:
+    with running_broker() as broker, syncer(tmp_path, broker, redis=guarded.url) as served:
         wait_for(lambda: guarded.client.hget("dd:it:run", "state") == "waiting", "the syncer is in the store", 60)
         arguments = Path(f"/proc/{served.pid}/cmdline").read_bytes()
         assert SECRET.encode() not in arguments
