@@ -1,9 +1,10 @@
-"""Runs one broker until SIGTERM or SIGINT."""
+"""Runs one broker until SIGTERM or SIGINT, or until it is idle where that is wished."""
 
 from __future__ import annotations
 
 import select
 import signal
+import time
 
 from ..common.config import BrokerConfig
 from ..common.log import get_logger
@@ -12,6 +13,7 @@ from .loop import Broker
 
 log = get_logger("broker")
 
+LOOK_SECONDS = 1.0
 STATS_SECONDS = 10.0
 
 
@@ -22,9 +24,32 @@ def main(config: BrokerConfig) -> int:
         signal.signal(number, lambda *_: stop.wake())
     broker = Broker(config, on_failure=stop.wake)
     broker.start()
-    log.info("broker_ready", host=config.host, port=config.port, queue_mib=config.queue_mib)
-    while not select.select([stop], [], [], STATS_SECONDS)[0]:
-        log.debug("broker_stats", **broker.counters())
+    log.info(
+        "broker_ready", host=config.host, port=config.port, queue_mib=config.queue_mib, keyed=config.keys is not None
+    )
+    idle, stats_at = Idle(config.exit_when_idle_seconds), time.monotonic() + STATS_SECONDS
+    while not select.select([stop], [], [], LOOK_SECONDS)[0]:
+        now = time.monotonic()
+        if now >= stats_at:
+            stats_at = now + STATS_SECONDS
+            log.debug("broker_stats", **broker.counters())
+        if idle.over(now, in_use=broker.in_use()):
+            log.info("broker_idle", seconds=config.exit_when_idle_seconds)
+            break
     broker.stop()
     log.info("broker_stopped", **broker.counters())
     return 1 if broker.failure is not None else 0
+
+
+class Idle:
+    """When to end because everybody has left: once somebody was there, and nobody has been for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        """0 = never."""
+        self._seconds = seconds
+        self._used_at: float | None = None
+
+    def over(self, now: float, *, in_use: bool) -> bool:
+        if in_use:
+            self._used_at = now
+        return self._seconds > 0 and self._used_at is not None and now - self._used_at >= self._seconds

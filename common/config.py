@@ -32,6 +32,7 @@ FLAGS = {
     "join_timeout_seconds": "--join-timeout",
     "orphan_timeout_seconds": "--orphan-timeout",
     "as_json": "--json",
+    "exit_when_idle_seconds": "--exit-when-idle",
 }
 """Settings whose option is not simply their name with dashes."""
 
@@ -212,21 +213,26 @@ class BrokerConfig:
     """One broker process: four consecutive ports on one interface."""
 
     host: str = "127.0.0.1"
-    """Interface to listen on. Beyond loopback only with `insecure`."""
+    """Interface to listen on. Beyond loopback only with `keys`, or `insecure`."""
     port: int = DEFAULT_PORT
     """The first of four consecutive ports: control in, control out, bulk in, bulk out."""
     queue_mib: int = 256
     """Upper limit, in MiB, of what the broker keeps for one receiver that does not read."""
+    keys: Path | None = None
+    """The broker's folder of keys, made by `diloco keys new`. Without it nobody has to prove who he is."""
     insecure: bool = False
     """Listen beyond loopback although nobody proves who he is."""
+    exit_when_idle_seconds: float = 0.0
+    """End once somebody was there and nobody has been subscribed for so many seconds. 0 = never."""
 
     def __post_init__(self) -> None:
         _positive(self, "queue_mib")
         _within(self, "port", 1, 65_532)
-        if not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
+        _within(self, "exit_when_idle_seconds", 0, 1e9)
+        if self.keys is None and not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise SettingError(
                 f"--host {self.host} is reachable from other machines and nobody has to prove who he is; "
-                "listen on 127.0.0.1, or say --insecure on a network that you trust"
+                "give --keys (see diloco keys new), listen on 127.0.0.1, or say --insecure on a network that you trust"
             )
 
 

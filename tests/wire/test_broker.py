@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import zmq
-from decoupled_diloco.broker.loop import Broker, topic_pattern
+from decoupled_diloco.broker.gate import topic_pattern
+from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink
