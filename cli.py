@@ -18,6 +18,7 @@ import click
 from .common.config import BrokerConfig, LearnerConfig, RunSettings, TaskSettings
 from .common.errors import DilocoError
 from .compose.environment import Group, from_environment, in_force, strangers
+from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
 from .compose.settings import UpConfig
 
@@ -262,6 +263,9 @@ def report(run: str) -> int:
     from .monitor.folder import find
 
     return show_report(find(run))
+
+
+group.add_command(keys)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -90,7 +90,7 @@ class KeyRing:
         self.directory = directory
         if not _pair_file(directory).exists():
             raise SettingError(
-                f"--keys {directory} has no broker.key; "
+                f"the folder of keys {directory} has no broker.key; "
                 f"make the first key with: diloco keys new --role syncer --run RUN --name syncer --dir {directory}"
             )
         pair = _read(_pair_file(directory), "public", "secret")

@@ -1,0 +1,97 @@
+"""`diloco keys`: who may take part. A key file goes to its holder; the broker keeps what tells that it is his."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..common.errors import SettingError
+from .environment import Group
+
+OUTPUT = Path("-")
+DIRECTORY = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=Path("keys"),
+    show_default=True,
+    help="The folder that the broker gets as --keys.",
+)
+ROLE = click.option(
+    "--role",
+    type=click.Choice(["syncer", "learner", "observer"]),
+    required=True,
+    help="What the key is for. An observer fetches and listens, and has no vote.",
+)
+RUN = click.option("--run", required=True, help="The run that it is for, and no other.")
+NAME = click.option("--name", required=True, help="Its holder may be called NAME or NAME-*, so that replicas share it.")
+
+
+@click.group(cls=Group, invoke_without_command=True)
+@click.pass_context
+def keys(context: click.Context) -> None:
+    """Make, list and take back the keys of those who may take part."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@keys.command()
+@ROLE
+@RUN
+@NAME
+@DIRECTORY
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The key file to write, or - for standard output. Without it: DIR/RUN.ROLE.NAME.key.",
+)
+def new(directory: Path, out: Path | None, **about: Any) -> int:
+    """Make a key for one holder.
+
+    Who has the key file is its holder: bring it there in secret. A broker that runs takes it within a second or two.
+    """
+    from ..common.keys import new_key, revoke
+
+    place = out or directory / "{run}.{role}.{name}.key".format(**about)
+    if place != OUTPUT and place.exists():
+        raise SettingError(f"{place} exists already and is left as it is; choose another --out, or remove it")
+    key = new_key(directory, **about)
+    if place == OUTPUT:
+        click.echo(key.text(), nl=False)
+        return 0
+    try:
+        key.save(place)
+    except SettingError:
+        revoke(directory, **about)
+        raise
+    click.echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
+    return 0
+
+
+@keys.command("list")
+@DIRECTORY
+def list_keys(directory: Path) -> int:
+    """Show whose keys the broker takes."""
+    from ..common.keys import KeyRing
+
+    for grant in KeyRing(directory).grants:
+        click.echo(f"{grant.run:<20} {grant.role:<10} {grant.name}".rstrip())
+    return 0
+
+
+@keys.command()
+@ROLE
+@RUN
+@NAME
+@DIRECTORY
+def revoke(directory: Path, **about: Any) -> int:
+    """Take a key back.
+
+    A broker that runs cuts its holder off within a second or two, wherever the key file lies.
+    """
+    from ..common.keys import revoke as take_back
+
+    click.echo(f"the key of {take_back(directory, **about)} is no longer taken")
+    return 0
