@@ -95,3 +95,25 @@ def revoke(directory: Path, **about: Any) -> int:
 
     click.echo(f"the key of {take_back(directory, **about)} is no longer taken")
     return 0
+
+
+@keys.command()
+@RUN
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=Path("keys"),
+    show_default=True,
+    help="The folder of these folders.",
+)
+def init(directory: Path, run: str) -> int:
+    """Make all keys and passwords that compose.yaml needs.
+
+    Each in a folder that is a volume of its own. What is there already stays as it is.
+    """
+    from .credentials import init as make_missing
+
+    made = make_missing(directory, run)
+    click.echo(f"keys for run {run}: {'made ' + ', '.join(made) if made else 'all are there'}")
+    return 0
