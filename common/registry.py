@@ -49,6 +49,11 @@ class Keys:
         return f"dd:{self.name}:learners"
 
     @property
+    def fragments(self) -> str:
+        """ZSET: fragment -> when it was merged last, in unix seconds by the syncer's clock; 0 = not since its start."""
+        return f"dd:{self.name}:fragments"
+
+    @property
     def events(self) -> str:
         """STREAM, capped: what happened."""
         return f"dd:{self.name}:events"
@@ -92,14 +97,16 @@ class Registry:
         self._board.put(self._keys.run, fields)
 
     def publish_learner(self, name: str, last_seen_unix: float, **fields: Value) -> None:
-        self._board.put(self._keys.learner(name), fields, member=(name, last_seen_unix))
+        self._board.put(self._keys.learner(name), fields, member=(self._keys.learners, name, last_seen_unix))
 
-    def publish_fragment(self, fragment: int, **fields: Value) -> None:
-        self._board.put(self._keys.fragment(fragment), fields)
+    def publish_fragment(self, fragment: int, *, merged_at: float = 0.0, **fields: Value) -> None:
+        """`merged_at`: unix seconds of its last merge; 0 = not since the syncer's start."""
+        listed = (self._keys.fragments, str(int(fragment)), merged_at)
+        self._board.put(self._keys.fragment(fragment), {"merged_at": merged_at, **fields}, member=listed)
 
     def forget_learner(self, name: str) -> None:
         """Its hash and its place in the set go; a later publish_learner begins anew."""
-        self._board.forget(name, self._keys.learner(name))
+        self._board.forget(self._keys.learner(name), self._keys.learners, name)
 
     def event(self, kind: str, /, **fields: Value) -> None:
         """One entry of the stream: `at`, the fields, and `kind` (a field of that name gives way).

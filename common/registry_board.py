@@ -41,9 +41,10 @@ class Batch:
     """What one transaction writes. Rows are replaced, never changed, so that none is copied."""
 
     rows: dict[str, Row]
-    last_seen: dict[str, float]
-    forgotten: dict[str, str]
-    """Learner -> its key."""
+    scores: dict[str, dict[str, float]]
+    """Sorted set -> member -> score, in unix seconds."""
+    forgotten: dict[str, tuple[str, str]]
+    """Key of a hash -> the sorted set that it goes from, and its name there."""
     epoch: int | None
     events: tuple[Row, ...]
 
@@ -54,26 +55,32 @@ class Board:
     def __init__(self) -> None:
         self.changed = threading.Event()
         self._lock = threading.Lock()
-        self._state = Batch(rows={}, last_seen={}, forgotten={}, epoch=None, events=())
+        self._state = Batch(rows={}, scores={}, forgotten={}, epoch=None, events=())
         self._new: set[str] = set()
+        self._new_scores: dict[str, dict[str, float]] = {}
         self._events: deque[Row] = deque()
         self._dropped_events = 0
         self._last_at = 0.0
 
-    def put(self, key: str, fields: Mapping[str, Value], member: tuple[str, float] | None = None) -> None:
+    def put(self, key: str, fields: Mapping[str, Value], member: tuple[str, str, float] | None = None) -> None:
+        """`member`: the sorted set in which it is listed, its name there, and its score in unix seconds."""
         texts = {name: _text(value) for name, value in fields.items()}
         with self._lock:
             if member is not None:
-                self._state.last_seen[member[0]] = round(member[1], 3)
+                listed, name, score = member
+                self._state.scores.setdefault(listed, {})[name] = round(score, 3)
+                self._new_scores.setdefault(listed, {})[name] = round(score, 3)
             self._state.rows[key] = {**self._state.rows.get(key, {}), **texts}
             self._new.add(key)
         self.changed.set()
 
-    def forget(self, name: str, key: str) -> None:
+    def forget(self, key: str, listed: str, name: str) -> None:
+        """The hash `key`, which the sorted set `listed` has as `name`."""
         with self._lock:
-            self._state.last_seen.pop(name, None)
+            for scores in (self._state.scores, self._new_scores):
+                scores.get(listed, {}).pop(name, None)
             self._state.rows.pop(key, None)
-            self._state.forgotten[name] = key
+            self._state.forgotten[key] = (listed, name)
         self.changed.set()
 
     def put_epoch(self, epoch: int) -> None:
@@ -98,16 +105,16 @@ class Board:
             batch = replace(
                 self._state,
                 rows=dict(rows) if full else {key: rows[key] for key in self._new if key in rows},
-                last_seen=dict(self._state.last_seen),
+                scores={key: dict(row) for key, row in (self._state.scores if full else self._new_scores).items()},
                 events=tuple(self._events),
             )
             self._state = replace(self._state, forgotten={})
-            self._new = set()
+            self._new, self._new_scores = set(), {}
             self._events.clear()
             return batch
 
-    def put_back(self, forgotten: Mapping[str, str]) -> None:
-        """The learners to forget of a batch that may not have arrived (rows need no help: the next write is full)."""
+    def put_back(self, forgotten: Mapping[str, tuple[str, str]]) -> None:
+        """The keys to forget of a batch that may not have arrived (rows need no help: the next write is full)."""
         with self._lock:
             self._state.forgotten.update(forgotten)
 

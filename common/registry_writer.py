@@ -168,18 +168,19 @@ class _Session:
         def check(key: str, names: frozenset[str]) -> None:
             checks.append((len(pipe), key, names))
 
-        for name, key in batch.forgotten.items():
-            pipe.zrem(keys.learners, name).delete(key)
+        for key, (listed, name) in batch.forgotten.items():
+            pipe.zrem(listed, name).delete(key)
             told.pop(key, None)
-            told[keys.learners] = told.get(keys.learners, frozenset()) - {name}
+            told[listed] = told.get(listed, frozenset()) - {name}
         for key, row in batch.rows.items():
             stamped = {**row, "updated_at": f"{time.time():.3f}"} if full and key == keys.run else row
             if stamped:
                 check(key, frozenset(stamped))
                 pipe.hset(key, mapping=stamped)
-        if batch.last_seen:
-            check(keys.learners, frozenset(batch.last_seen))
-            pipe.zadd(keys.learners, batch.last_seen)
+        for listed, scores in batch.scores.items():
+            if scores:
+                check(listed, frozenset(scores))
+                pipe.zadd(listed, scores)
         if batch.epoch is not None:
             check(keys.epoch, frozenset({"epoch"}))
             pipe.setnx(keys.epoch, batch.epoch).set(keys.epoch, batch.epoch)

@@ -56,7 +56,9 @@ class House:
         for name in ("a", "b"):
             self.registry.publish_learner(name, 1_700_000_000.5, tokens_reported=2**40, host="house", loss=1.25)
         for fragment in range(3):
-            self.registry.publish_fragment(fragment, version=fragment + 7, contributors=("a", "b"), delta_norm=0.5)
+            self.registry.publish_fragment(
+                fragment, merged_at=50.5 - fragment, version=fragment + 7, contributors=("a", "b"), delta_norm=0.5
+            )
         self.registry.event("joined", learner="a", incarnation=3)
         self.registry.write_epoch(5)
 
@@ -65,6 +67,7 @@ class House:
         seen: dict[str, Any] = {
             "epoch": self.client.get(KEYS.epoch),
             "learners": self.client.zrange(KEYS.learners, 0, -1),
+            "fragments": self.client.zrange(KEYS.fragments, 0, -1, withscores=True),
         }
         for key in (KEYS.run, KEYS.learner("a"), KEYS.learner("b"), *map(KEYS.fragment, range(3))):
             seen[key] = self.client.hgetall(key)
@@ -106,7 +109,9 @@ def test_everything_published_can_be_read_as_plain_text(full_house: House) -> No
     assert client.hget(KEYS.run, "tokens_merged") == "1000000000000"
     assert client.zscore(KEYS.learners, "a") == 1_700_000_000.5
     assert client.hgetall(KEYS.learner("a")) == {"tokens_reported": str(2**40), "host": "house", "loss": "1.25"}
-    assert client.hgetall(KEYS.fragment(2)) == {"version": "9", "contributors": "a b", "delta_norm": "0.5"}
+    fragment = {"version": "9", "contributors": "a b", "delta_norm": "0.5", "merged_at": "48.5"}
+    assert client.hgetall(KEYS.fragment(2)) == fragment
+    assert client.zrange(KEYS.fragments, 0, -1, withscores=True) == [("2", 48.5), ("1", 49.5), ("0", 50.5)]
     assert client.get(KEYS.epoch) == "5"
     ((_, event),) = client.xrange(KEYS.events)
     assert abs(float(event.pop("at")) - time.time()) < 60
@@ -185,7 +190,7 @@ def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_house: Hous
     assert "vanished" in line["reason"]
 
 
-@pytest.mark.parametrize("key", [KEYS.learners, KEYS.learner("b"), KEYS.epoch, KEYS.events])
+@pytest.mark.parametrize("key", [KEYS.learners, KEYS.learner("b"), KEYS.fragments, KEYS.epoch, KEYS.events])
 def test_a_single_deleted_key_comes_back(full_house: House, key: str) -> None:
     before = full_house.seen()
     full_house.client.delete(key)
