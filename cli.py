@@ -37,6 +37,9 @@ REDIS = click.option(
     "--redis",
     help="URL of Redis or Valkey, like redis://HOST:6379/0. Without it: none.",
 )
+KEY = click.option(
+    "--key", type=click.Path(path_type=Path), help="The key file, for a broker with keys. It says which run, too."
+)
 STORE = click.option(
     "--redis",
     help="The store to look into, like redis://HOST:6379/0. Without it: the one of the `diloco up` that runs here.",
@@ -113,6 +116,7 @@ def broker(context: click.Context, /, **given: Any) -> int:
 @click.option("--own-model", is_flag=True, help="Learners bring their own model by join(); no built-in learner.")
 @click.option("--init", type=click.Path(path_type=Path), help="A safetensors file to begin from.")
 @DATA
+@KEY
 @click.option("--stop-redis", is_flag=True, help="Once the run is finished and saved, tell Redis to save and end too.")
 @options_of(RunSettings)
 @options_of(TaskSettings)
@@ -136,7 +140,7 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 
 @group.command()
 @BROKER
-@click.option("--name", help="A name of its own in the run. Without it: made from this machine's.")
+@click.option("--name", help="A name of its own in the run. Without it: made from the key's and this machine's.")
 @options_of(LearnerConfig, leave_out=("broker", "name"))
 @DATA
 @click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu, cuda, or cuda:N.")
@@ -150,10 +154,11 @@ def learner(context: click.Context, /, **given: Any) -> int:
     # Threads that spin while they wait for one another take the cores away from this machine's other processes, and
     # wait for cores themselves: steps then last many times as long. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from .learner.__main__ import main as run_learner
-    from .learner.identity import default_name
+    from .learner.naming import called
 
-    config = made_of(LearnerConfig, given | {"name": given["name"] or default_name()})
+    config = made_of(LearnerConfig, given | called(given["run"], given["name"] or None, given["key"], "learner"))
+    from .learner.__main__ import main as run_learner
+
     own = {"data": given["data"], "device": given["device"], "threads": given["threads"] or os.cpu_count() or 1}
     _begin(context, config.name, config, **own)
     return run_learner(config, **own)
@@ -174,7 +179,10 @@ def learner(context: click.Context, /, **given: Any) -> int:
 @click.pass_context
 def evaluator(context: click.Context, /, **given: Any) -> int:
     """Judge a run's global model on held-out text, without a vote."""
-    config = made_of(LearnerConfig, given | {"name": "evaluator"})
+    from .learner.naming import called
+
+    own = called(given["run"], None, given["key"], "observer", "learner", otherwise="evaluator")
+    config = made_of(LearnerConfig, given | own)
     _begin(context, "evaluator", config, data=given["data"], eval_every=given["eval_every"])
     os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
     if given["report"]:
@@ -182,6 +190,25 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
     else:
         from .learner.evaluator import main as run_evaluator
     return run_evaluator(config, given["data"], given["eval_every"])
+
+
+@group.command()
+@BROKER
+@KEY
+@click.option("--run", default="", help="The run whose beat is waited for. Without it: the key's, or any.")
+@click.option("--beat", is_flag=True, help="Wait for a beat of the run, too: then its syncer is there as well.")
+@click.option(
+    "--timeout", "timeout_seconds", type=float, default=5.0, show_default=True, help="Seconds to wait, at most."
+)
+def ping(broker: str, key: Path | None, run: str, timeout_seconds: float, *, beat: bool) -> int:
+    """Send a message through the broker and back, on both planes, and say how long it took.
+
+    Exit code 0 if it came back, 3 if not: a health check.
+    """
+    from .monitor.ping import ping as send
+
+    click.echo(send(broker, key=key, run=run, wants_beat=beat, timeout_seconds=timeout_seconds))
+    return 0
 
 
 @group.command()

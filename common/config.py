@@ -259,6 +259,8 @@ class SyncerConfig:
     """How long a stop waits for open rounds."""
     drain_seconds: float = 30.0
     """How long the end of a run waits for answers, and again for acknowledgements."""
+    key: Path | None = None
+    """The key file, of role syncer, that a broker with keys asks for."""
     stop_redis: bool = False
     """Once the run is finished and saved, tell Redis to save and end too."""
 
@@ -281,6 +283,8 @@ class LearnerConfig:
     """Without any beat for so many seconds, the learner saves its parameters and stops (exit code 5)."""
     directory: Path | None = None
     """Where an orphan saves its parameters. Without it: the working directory."""
+    key: Path | None = None
+    """The key file, made by `diloco keys new`, that a broker with keys asks for. It says which run, too."""
 
     def __post_init__(self) -> None:
         check_name("--name", self.name)

@@ -11,8 +11,9 @@ import ipaddress
 import re
 import socket as network
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -20,6 +21,8 @@ import zmq
 
 from .config import DEFAULT_PORT, MESSAGE_BYTES
 from .errors import Malformed, SettingError
+from .handshakes import Handshakes, Refusal
+from .keys import Key
 from .wire import MAX_COUNT, Message, decode, encode
 
 Socket = zmq.Socket[bytes]
@@ -123,6 +126,13 @@ def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE
         socket.setsockopt(option, value)
 
 
+def show_key(socket: Socket, key: Key) -> None:
+    """Prove `key` to the broker, have the broker prove itself, and let nobody read along. Before connect."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.broker.encode())
+
+
 def connect(socket: Socket, endpoint: str) -> None:
     """Connect, over IPv4 where the host has such an address, else over IPv6.
 
@@ -139,21 +149,51 @@ def connect(socket: Socket, endpoint: str) -> None:
     socket.connect(endpoint)
 
 
+class Line:
+    """What sending and receiving sockets share: a connection to the broker, and what becomes of it."""
+
+    def __init__(self, context: Context, socket: Socket, endpoint: str, key: Key | None) -> None:
+        self.socket = socket
+        if key is not None:
+            show_key(socket, key)
+        self._handshakes = Handshakes(context, socket, endpoint, keyed=key is not None)
+        connect(socket, endpoint)
+
+    def look(self) -> None:
+        """Take note of a refusal, and call again after one. To be called often."""
+        self._handshakes.look()
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the broker takes no connection of ours; None if it does, or is not there."""
+        return self._handshakes.refusal
+
+    def close(self) -> None:
+        """Give the socket up; what was sent still goes out for its linger time while the context is closed."""
+        self._handshakes.close()
+        self.socket.close()
+
+
+def refusal_of(lines: Iterable[Line], broker: str, key: Path | None) -> str:
+    """Why the broker does not let one of `lines` in, in a sentence; "" if it lets all in, or is not there."""
+    return next((line.refusal.told(broker, key) for line in lines if line.refusal is not None), "")
+
+
 # --- sending ---------------------------------------------------------------------------------------------------------
-class Uplink:
+class Uplink(Line):
     """Publishes to one plane of the broker, and knows whether the broker is listening.
 
     An XPUB instead of a PUB: it hands over the broker's own subscription, which proves that what is sent from now on
     arrives there. When the connection breaks, the subscription is withdrawn, with all that still waited to be sent.
     """
 
-    def __init__(self, context: Context, endpoint: str, *, hwm_messages: int) -> None:
-        self.socket: Socket = context.socket(zmq.XPUB)
-        configure(self.socket, hwm_messages=hwm_messages)
-        self.socket.setsockopt(zmq.XPUB_VERBOSER, 1)
-        self.socket.setsockopt(zmq.XPUB_NODROP, 1)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # without it a broken connection withdraws nothing
-        connect(self.socket, endpoint)
+    def __init__(self, context: Context, endpoint: str, *, hwm_messages: int, key: Key | None = None) -> None:
+        socket = context.socket(zmq.XPUB)
+        configure(socket, hwm_messages=hwm_messages)
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)
+        socket.setsockopt(zmq.XPUB_NODROP, 1)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # without it a broken connection withdraws nothing
+        super().__init__(context, socket, endpoint, key)
         self.bytes_sent = 0
         self._subscriptions = 0
         self._numbers: Counter[str] = Counter()
@@ -195,10 +235,6 @@ class Uplink:
         self.bytes_sent += size
         return True
 
-    def close(self) -> None:
-        """Give the socket up; what was sent still goes out for LINGER_SECONDS while the context is closed."""
-        self.socket.close()
-
 
 def is_immutable(buffer: bytes | memoryview) -> bool:
     """Nobody can ever change it: `bytes`, or a view of some. A read-only view of anything else can change below."""
@@ -206,7 +242,7 @@ def is_immutable(buffer: bytes | memoryview) -> bool:
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
-class Downlink:
+class Downlink(Line):
     """Receives from one plane of the broker what was subscribed to, checked, and counts what is missing."""
 
     def __init__(
@@ -215,12 +251,13 @@ class Downlink:
         endpoint: str,
         *,
         hwm_messages: int,
+        key: Key | None = None,
         on_malformed: Callable[[bytes, Malformed], Any] | None = None,
     ) -> None:
-        self.socket: Socket = context.socket(zmq.SUB)
-        configure(self.socket, hwm_messages=hwm_messages)
-        self.socket.setsockopt(zmq.LINGER, 0)  # it sends subscriptions only, which nobody needs any more
-        connect(self.socket, endpoint)
+        socket = context.socket(zmq.SUB)
+        configure(socket, hwm_messages=hwm_messages)
+        socket.setsockopt(zmq.LINGER, 0)  # it sends subscriptions only, which nobody needs any more
+        super().__init__(context, socket, endpoint, key)
         self.on_malformed = on_malformed
         self.bytes_received = 0
         self.rejected: Counter[str] = Counter()
@@ -278,9 +315,6 @@ class Downlink:
         self._heard[sender] = max(message.sequence, before or 0)
         if len(self._heard) > SENDERS_REMEMBERED:
             del self._heard[next(iter(self._heard))]
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 # --- waking a poller -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`diloco syncer` started by hand: its settings from the command line, or from the folder that it goes on with."""
+"""`diloco syncer` started by hand: its settings from the command line, a key, or the folder that it goes on with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from ..common.config import RunSettings, SyncerConfig, TaskSettings
 from ..common.errors import DilocoError, SettingError
+from ..common.holding import held_key, run_of
+from ..common.keys import Key
 from ..common.registry import check_connection
 from ..monitor.folder import RUNS, RunFolder, Setup
 from .options import made_of
@@ -20,10 +22,13 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
     `told`: the fields that stood on the command line. SettingError where they are wrong or another run's.
     """
     path: Path | None = given["directory"]
+    key = held_key(given["key"], "syncer")
+    given = {**given, "run": run_of(key, given["run"] if "run" in told else "", given["key"]) or given["run"]}
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     place = path or RUNS / settings.run
     if (place / "settings.json").exists():
         _check_kind(RunFolder.open(place), given, told)
+        _check_run(RunFolder.open(place), key)
         folder, setup = _go_on(place, settings, task, told)
     else:
         if given["init"] is not None and not given["init"].is_file():
@@ -38,6 +43,7 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
         redis=given["redis"],
         init=given["init"],
         data_hash=setup.data_hash,
+        key=given["key"],
         stop_redis=given["stop_redis"],
     )
 
@@ -63,6 +69,14 @@ def _go_on(place: Path, settings: RunSettings, task: TaskSettings, told: Collect
     if "steps" in told:
         folder.raise_steps(settings.steps)
     return folder, folder.setup()
+
+
+def _check_run(folder: RunFolder, key: Key | None) -> None:
+    run = folder.setup().settings.run
+    if key is not None and run != key.run:
+        raise SettingError(
+            f"{folder.path} holds run {run}, and the key is for run {key.run}; give another --dir or --key"
+        )
 
 
 def _check_kind(folder: RunFolder, given: Mapping[str, Any], told: Collection[str]) -> None:

@@ -29,7 +29,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
     torch.set_num_threads(threads)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads a second's worth of torch: now, not between peers
     try:
-        beat = discover(config.broker, config.run, config.join_timeout_seconds)
+        beat = discover(config.broker, config.run, config.join_timeout_seconds, config.key)
         task, seed = task_of(beat), RunSettings.from_map(beat.settings).seed
         corpus = load_corpus(data, task.sequence_length)
         log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256[:16])
@@ -38,7 +38,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
         model = Transformer(task, seed).to(place)
         optimizer = make_optimizer(model)
         session = join(
-            config.broker, model, optimizer, name=config.name, run=beat.run, data_hash=corpus.sha256,
+            config.broker, model, optimizer, name=config.name, run=beat.run, data_hash=corpus.sha256, key=config.key,
             join_timeout_seconds=config.join_timeout_seconds, orphan_timeout_seconds=config.orphan_timeout_seconds,
             directory=config.directory,
         )  # fmt: skip

@@ -298,7 +298,8 @@ class Conversation:
     def _check_orphan(self, now: float) -> None:
         limit = self.config.orphan_timeout_seconds
         if self._announced and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
-            self.desk.fail(Orphaned(f"{self.me.name} heard no beat of run {self.me.run} for {limit:g} s"))
+            why = f": {self.desk.refusal}" if self.desk.refusal else ""
+            self.desk.fail(Orphaned(f"{self.me.name} heard no beat of run {self.me.run} for {limit:g} s{why}"))
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
         if self._beat is None:

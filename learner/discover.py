@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 
 import zmq
 
 from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
+from ..common.holding import held_key, run_of
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, refusal_of
 from ..common.wire import Beat, beat_topic
 
 log = get_logger("learner")
@@ -22,20 +24,21 @@ SINCE_FIRST_SECONDS = 1.2
 SAY_SECONDS = 5.0
 
 
-def discover(address: str, run: str = "", timeout_seconds: float = 60.0) -> Beat:
-    """A beat of run `run`, or of the only run that is heard at `address` (tcp://HOST:PORT) within 2 s.
+def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Path | None = None) -> Beat:
+    """A beat of run `run`, or of the key's run, or of the only run that is heard at `address` (tcp://HOST:PORT) in 2 s.
 
-    SettingError if several are heard (it lists them), PeerLost if none is within `timeout_seconds`. Says every few
-    seconds what it waits for.
+    SettingError if several are heard (it lists them) or the key is another run's, PeerLost if none is heard within
+    `timeout_seconds`. Says every few seconds what it waits for.
     """
     if run:
         check_name("--run", run)
-    place = Address.parse(address)
+    place, held = Address.parse(address), held_key(key)
+    run = run_of(held, run, key)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
-        downlink = Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES)
+        downlink = Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held)
         try:
             downlink.subscribe(beat_topic(run))
-            heard = _listen(downlink, address, run, timeout_seconds)
+            heard = _listen(downlink, address, run, timeout_seconds, key)
         finally:
             downlink.close()
     if len(heard) > 1:
@@ -43,13 +46,14 @@ def discover(address: str, run: str = "", timeout_seconds: float = 60.0) -> Beat
     return next(iter(heard.values()))
 
 
-def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float) -> dict[str, Beat]:
+def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float, key: Path | None) -> dict[str, Beat]:
     start = time.monotonic()
     until, said_at = start + timeout_seconds, start
     heard: dict[str, Beat] = {}
     rejected = downlink.rejected
     while (now := time.monotonic()) < until:
         downlink.socket.poll(100)
+        downlink.look()
         while (message := downlink.receive()) is not None:
             if isinstance(message, Beat):
                 if message.run == run:
@@ -62,11 +66,13 @@ def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float) 
             said_at = now
             log.info(
                 "waiting",
-                waits_for=_missing(run) + other_version(rejected),
+                waits_for=refusal_of([downlink], address, key) or _missing(run) + other_version(rejected),
                 address=address,
                 seconds=round(now - start),
             )
     if not heard:
+        if refusal := refusal_of([downlink], address, key):
+            raise PeerLost(f"{refusal}; nothing was heard for {timeout_seconds:g} s")
         raise PeerLost(
             f"{_missing(run)}{other_version(rejected)} was not heard at {address} for {timeout_seconds:g} s; "
             "are the broker and the syncer running, and is the address right?"

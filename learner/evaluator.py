@@ -47,7 +47,7 @@ def main(
     Leave()
     torch.set_num_threads(1)
     try:
-        beat = discover(config.broker, config.run, config.join_timeout_seconds)
+        beat = discover(config.broker, config.run, config.join_timeout_seconds, config.key)
         task, seed = task_of(beat), RunSettings.from_map(beat.settings).seed
         corpus = load_corpus(data, task.sequence_length)
         if beat.data_hash not in ("", corpus.sha256):
@@ -57,8 +57,9 @@ def main(
         shown = Transformer(task, seed)
         judge = Judge(shown, corpus, task, seed)
         with Observer(
-            config.broker, shown, run=beat.run, name=config.name, join_timeout_seconds=config.join_timeout_seconds
-        ) as seen:
+            config.broker, shown, run=beat.run, name=config.name, key=config.key,
+            join_timeout_seconds=config.join_timeout_seconds,
+        ) as seen:  # fmt: skip
             follow(seen, judge, record, eval_every_seconds)
         then()
     except OSError as wrong:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,9 +69,3 @@ def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = 
     except Malformed as wrong:
         raise SettingError(f"{name} cannot join run {run}, which would not understand its Hello: {wrong}") from wrong
     return me
-
-
-def default_name() -> str:
-    """The machine's name, made valid, and four random characters: replicas of one image get different ones."""
-    host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:32].rstrip("-")
-    return f"{host or 'learner'}-{secrets.token_hex(2)}"

@@ -15,8 +15,9 @@ import zmq
 from ..common.config import LearnerConfig
 from ..common.errors import DilocoError
 from ..common.fragments import Plan
+from ..common.holding import held_key
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, Waker
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, Waker, refusal_of
 from ..common.wire import Plane, beat_topic, prefix
 from .conversation import Conversation
 from .desk import Desk
@@ -50,6 +51,7 @@ class Link:
         source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
         self.config, self.me, self.desk = config, me, desk
+        self._key = held_key(config.key)
         self.address = Address.parse(config.broker)
         self.conversation = Conversation(config, me, desk, Seeding(me, source))
         self._waker = Waker()
@@ -104,17 +106,17 @@ class Link:
         talk = self.conversation
         down = {
             Plane.CONTROL: Downlink(
-                context, self.address.control_out, hwm_messages=CONTROL_MESSAGES,
+                context, self.address.control_out, hwm_messages=CONTROL_MESSAGES, key=self._key,
                 on_malformed=lambda _, wrong: talk.malformed(wrong),
             ),
             Plane.BULK: Downlink(
-                context, self.address.bulk_out, hwm_messages=DOWN_MESSAGES,
+                context, self.address.bulk_out, hwm_messages=DOWN_MESSAGES, key=self._key,
                 on_malformed=lambda _, wrong: talk.malformed(wrong),
             ),
         }  # fmt: skip
         up = {
-            Plane.CONTROL: Uplink(context, self.address.control_in, hwm_messages=CONTROL_MESSAGES),
-            Plane.BULK: Uplink(context, self.address.bulk_in, hwm_messages=UP_MESSAGES),
+            Plane.CONTROL: Uplink(context, self.address.control_in, hwm_messages=CONTROL_MESSAGES, key=self._key),
+            Plane.BULK: Uplink(context, self.address.bulk_in, hwm_messages=UP_MESSAGES, key=self._key),
         }
         poller = zmq.Poller()
         for socket in [*(d.socket for d in down.values()), *(u.socket for u in up.values()), self._waker.socket]:
@@ -124,6 +126,7 @@ class Link:
             while not talk.over and not self._abandoned:
                 poller.poll(BUSY_MS if talk.busy else TURN_MS)
                 self._waker.clear()
+                self._look([*down.values(), *up.values()])
                 self._hear(down)
                 self._say(up, down)
         finally:
@@ -131,6 +134,15 @@ class Link:
                 downlink.close()
             for uplink in up.values():
                 uplink.close()
+
+    def _look(self, lines: list[Line]) -> None:
+        """Note whether the broker refuses this learner, and tell it when that changes."""
+        for line in lines:
+            line.look()
+        refusal = refusal_of(lines, self.config.broker, self.config.key)
+        if refusal and refusal != self.desk.refusal:
+            log.warning("broker_refuses", learner=self.me.name, sentence=refusal)
+        self.desk.refusal = refusal
 
     def _subscribe(self, down: dict[Plane, Downlink]) -> None:
         run = self.config.run

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 
-from ..common.config import LearnerConfig, RunSettings, TaskSettings
+from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError
 from ..common.fragments import Plan
 from ..common.wire import Beat
 from .desk import Desk
 from .discover import discover
-from .identity import default_name, identify
+from .identity import identify
 from .inventory import inventory
-from .joining import await_joined
+from .joining import await_joined, member
 from .link import Link
 from .pace import Progress
 from .replica import Replica
@@ -33,7 +34,7 @@ class Observer:
             versions = seen.load()      # now `model` holds the newest public weights
 
     `model` must have the layout of the run's model; it is written by `load` alone. Raises in the making what `join`
-    raises: SettingError, Refused, PeerLost.
+    raises: SettingError, Refused, PeerLost. `key`: a key file of role observer or learner, for a broker with keys.
     """
 
     def __init__(
@@ -43,15 +44,11 @@ class Observer:
         *,
         run: str = "",
         name: str | None = None,
+        key: Path | str | None = None,
         join_timeout_seconds: float = 60.0,
     ) -> None:
         entries = inventory(model)
-        config = LearnerConfig(
-            broker=address,
-            name=default_name() if name is None else name,
-            run=run or discover(address, "", join_timeout_seconds).run,
-            join_timeout_seconds=join_timeout_seconds,
-        )
+        config = member(address, run, name, key, ("observer", "learner"), join_timeout_seconds=join_timeout_seconds)
         self._desk = Desk()
         self._link = Link(config, identify(config.run, config.name, entries, observer=True), self._desk)
         joined = await_joined(self._link)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..common.config import LearnerConfig, RunSettings, TaskSettings
+from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
 from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
@@ -23,12 +23,11 @@ from ..common.wire import MAX_COUNT, Call
 from .books import Books, Mark
 from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
-from .discover import discover
 from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
-from .identity import default_name, identify
+from .identity import identify
 from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
-from .joining import await_joined
+from .joining import await_joined, member
 from .link import Link
 from .pace import Pace, Progress
 from .replica import Replica
@@ -53,6 +52,7 @@ def join(
     masters: Mapping[str, Tensor] | None = None,
     merge: Mapping[str, MergeKind] | None = None,
     data_hash: str = "",
+    key: Path | str | None = None,
     join_timeout_seconds: float = 60.0,
     orphan_timeout_seconds: float = 600.0,
     directory: Path | str | None = None,
@@ -68,25 +68,22 @@ def join(
         # the model holds the final global weights
 
     optimizer: the optimizer, or several; each trainable parameter must be in their groups.
-    name: of this learner, [a-z0-9-]; None = the machine's name and four random characters.
+    name: of this learner, [a-z0-9-]; None = the machine's name and four random characters, after the key's name.
     run: which run; '' = the only one at the address.
     masters: parameter name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
     merge: parameter name -> "rda" or "mean" where the default (mean for embeddings, rda for all else) is not wanted.
     data_hash: sha256 of the data set, where the run compares it.
+    key: the key file, for a broker that asks for keys (see diloco keys new); it says which run as well.
     directory: where parameters are saved if no beat is heard for `orphan_timeout_seconds`; None = the current one.
 
     Raises SettingError (an argument or the model is not as it must be), Refused (the run does not take this learner),
     PeerLost (nobody answers for `join_timeout_seconds`).
     """
     entries = inventory(model, optimizer, masters, merge)
-    config = LearnerConfig(
-        broker=address,
-        name=default_name() if name is None else name,
-        run=run or discover(address, "", join_timeout_seconds).run,
-        join_timeout_seconds=join_timeout_seconds,
-        orphan_timeout_seconds=orphan_timeout_seconds,
-        directory=None if directory is None else Path(directory),
-    )
+    config = member(
+        address, run, name, key, ("learner",), join_timeout_seconds=join_timeout_seconds,
+        orphan_timeout_seconds=orphan_timeout_seconds, directory=None if directory is None else Path(directory),
+    )  # fmt: skip
     me = identify(config.run, config.name, entries, data_hash=data_hash)
     link = Link(config, me, Desk(), lambda plan: Replica(model, plan, masters))
     joined = await_joined(link)

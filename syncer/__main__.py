@@ -28,9 +28,12 @@ def main(config: SyncerConfig) -> None:
         teller.reject(sender_of(topic), wrong.reason, message="?", detail=str(wrong)[:200])
 
     def absent(seconds: float) -> None:
-        log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
+        if lines.refusal:
+            log.warning("broker_refuses", sentence=lines.refusal, seconds=round(seconds))
+        else:
+            log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
 
-    lines = Lines(config.broker, run, malformed)
+    lines = Lines(config.broker, run, malformed, config.key)
     listening = Listening(lines, config.listen_seconds, absent)
     try:
         # Torch comes with these. It takes as long to load as `listening` has to listen anyway.

@@ -6,12 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ..common.errors import Malformed
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink
+from ..common.holding import held_key
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, refusal_of
 from ..common.wire import Message, Plane, beat_topic, prefix
 
 QUEUE_MESSAGES = 256
@@ -32,17 +34,24 @@ BULK_KINDS = ("delta", "seed")
 class Lines:
     """Connected to a broker. All calls from one thread."""
 
-    def __init__(self, broker: str, run: str, on_malformed: Callable[[bytes, Malformed], Any]) -> None:
-        address = Address.parse(broker)
+    def __init__(
+        self, broker: str, run: str, on_malformed: Callable[[bytes, Malformed], Any], key: Path | None = None
+    ) -> None:
+        """`key`: the file with the syncer's key, for a broker that asks for keys."""
+        address, held = Address.parse(broker), held_key(key, "syncer")
+        self._broker, self._key = broker, key
         self._context: zmq.Context[Any] = zmq.Context()
         self._up = {
-            Plane.CONTROL: Uplink(self._context, address.control_in, hwm_messages=CONTROL_MESSAGES),
-            Plane.BULK: Uplink(self._context, address.bulk_in, hwm_messages=QUEUE_MESSAGES),
+            Plane.CONTROL: Uplink(self._context, address.control_in, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.BULK: Uplink(self._context, address.bulk_in, hwm_messages=QUEUE_MESSAGES, key=held),
         }
         self._control = Downlink(
-            self._context, address.control_out, hwm_messages=CONTROL_MESSAGES, on_malformed=on_malformed
+            self._context, address.control_out, hwm_messages=CONTROL_MESSAGES, key=held, on_malformed=on_malformed
         )
-        self._bulk = Downlink(self._context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, on_malformed=on_malformed)
+        self._bulk = Downlink(
+            self._context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, key=held, on_malformed=on_malformed
+        )
+        self._all: tuple[Line, ...] = (*self._up.values(), self._control, self._bulk)
         for kind in CONTROL_KINDS:
             self._control.subscribe(prefix(run, kind))
         self._control.subscribe(beat_topic(run))
@@ -52,8 +61,8 @@ class Lines:
         self.dropped = 0
         """Messages that could not be sent because no broker took them."""
         self._poller = zmq.Poller()
-        for socket in (self._control.socket, self._bulk.socket, *(up.socket for up in self._up.values())):
-            self._poller.register(socket, zmq.POLLIN)
+        for line in self._all:
+            self._poller.register(line.socket, zmq.POLLIN)
         self._ready: set[Any] = set()
 
     @property
@@ -61,12 +70,19 @@ class Lines:
         """The broker listens on both planes."""
         return all(up.proven for up in self._up.values())
 
+    @property
+    def refusal(self) -> str:
+        """Why the broker takes no connection, in a sentence; "" while it does, or is not there."""
+        return refusal_of(self._all, self._broker, self._key)
+
     def wait(self, seconds: float) -> None:
         """Until something arrives, at most `seconds`."""
         if self._outbox:
             self._flush()
         limit = min(seconds, RETRY_SECONDS) if self._outbox else seconds
         self._ready = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, limit) * 1000))}
+        for line in self._all:
+            line.look()
         for up in self._up.values():
             if up.socket in self._ready:
                 up.read_subscriptions()
@@ -121,8 +137,6 @@ class Lines:
         return self._control.gaps + self._bulk.gaps
 
     def close(self) -> None:
-        for up in self._up.values():
-            up.close()
-        for down in (self._control, self._bulk):
-            down.close()
+        for line in self._all:
+            line.close()
         self._context.term()

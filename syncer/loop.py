@@ -53,6 +53,7 @@ class Syncer:
         self._stop_at: float | None = None
         self._finished_at: float | None = None
         self._below_quorum_at: float | None = None
+        self._refusal = ""
         self._saved_step = 0
 
     def run(self) -> None:
@@ -154,10 +155,16 @@ class Syncer:
     # --- beats -------------------------------------------------------------------------------------------------------
     def _beat(self, now: float) -> None:
         self._beat_at = time.monotonic() + BEAT_SECONDS
+        self._say_refusal(self.parts.lines.refusal)
         beat = self._beat_message(now)
         self.parts.lines.send(beat, Plane.CONTROL)
         self.parts.lines.send(beat, Plane.BULK)
         self._tell(now)
+
+    def _say_refusal(self, refusal: str) -> None:
+        if refusal and refusal != self._refusal:
+            self.parts.teller.warn("broker_refuses", sentence=refusal)
+        self._refusal = refusal
 
     def _beat_message(self, now: float) -> Beat:
         run, config = self.current, self.parts.config

@@ -19,6 +19,7 @@ def test_a_flood_of_control_messages_ends_a_turn_so_that_bulk_rounds_and_beats_h
 ) -> None:
     lines, most = Lines("tcp://127.0.0.1:1", "run", lambda *_: None), 10_000_000
     try:
+        lines._ready = {lines._control.socket, lines._bulk.socket}
         monkeypatch.setattr(lines._control, "receive", lambda: FLOOD)
         bulk = [OTHER]
         monkeypatch.setattr(lines._bulk, "receive", lambda: bulk.pop() if bulk else None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decoupled_diloco.common.config import NAME_PATTERN
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.learner.identity import default_name
+from decoupled_diloco.learner.naming import default_name
 from decoupled_diloco.learner.session import join
 from torch import nn
 

@@ -1,0 +1,95 @@
+"""What became of a socket's connections to the broker. libzmq tells nobody that he is refused, and then never calls
+there again; so this listens to what it says of each handshake, and calls again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+AGAIN_SECONDS = 2.0
+"""How soon somebody who was refused calls again: his key may be known by then."""
+BROKEN_OFF = 10
+"""Connections in a row, cut in the handshake, from which it is said. One may be; a broker without keys, called with
+one, cuts some before it says why."""
+EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_CLOSED
+)
+NUMBERS = itertools.count(1)
+
+
+class Refusal(Enum):
+    """Why a broker that is there takes no connection; the value is what it does, in words."""
+
+    WANTS_KEY = "wants a key: give --key FILE (see diloco keys new)"
+    TAKES_NO_KEYS = "takes no keys: leave --key {file} out, or start the broker with --keys"
+    UNKNOWN_KEY = "refuses the key {file} (unknown or revoked)"
+    OTHER_BROKER = "breaks off when it sees the key {file}: that is another broker's key, or this one takes none"
+    NO_BROKER = "speaks another language: no broker of this kind is at that address"
+
+    def told(self, broker: str, file: Path | None) -> str:
+        """The sentence for people."""
+        return f"the broker at {broker} {self.value.format(file=file)}"
+
+
+class Handshakes:
+    """Of one socket, that is about to connect to `endpoint`. To be looked at by the socket's own thread."""
+
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], endpoint: str, *, keyed: bool) -> None:
+        self.refusal: Refusal | None = None
+        """What the last handshake came to; None while nobody is there as well."""
+        self._socket, self._endpoint, self._keyed = socket, endpoint, keyed
+        self._broken_off = 0
+        self._again_at: float | None = None
+        place = f"inproc://handshakes-{next(NUMBERS)}"
+        socket.monitor(place, EVENTS)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.RCVHWM, 0)  # one that is full would stop the thread that serves all sockets
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.connect(place)
+
+    def look(self) -> None:
+        """Take what was said since, and call again where libzmq has given up. Never blocks."""
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            self._take(int(told["event"]), int(told["value"]))
+        if self._again_at is not None and time.monotonic() >= self._again_at:
+            self._again_at = None
+            self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+
+    def close(self) -> None:
+        """To be called before the socket itself is closed."""
+        if not self._socket.closed:
+            self._socket.monitor(None, 0)
+        self._events.close()
+
+    def _take(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._broken_off += 1
+            if self._keyed and self._broken_off >= BROKEN_OFF:
+                self.refusal = Refusal.OTHER_BROKER
+            return  # libzmq calls again by itself
+        self._broken_off = 0
+        if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):  # or nobody is there at all
+            self.refusal = None
+            return
+        self._again_at = time.monotonic() + AGAIN_SECONDS
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refusal = Refusal.UNKNOWN_KEY
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self.refusal = Refusal.TAKES_NO_KEYS if self._keyed else Refusal.WANTS_KEY
+        elif value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self.refusal = Refusal.OTHER_BROKER
+        else:
+            self.refusal = Refusal.NO_BROKER
