@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 
-.PHONY: help run test check setup test-gpu clean
+.PHONY: help run test check setup test-compose test-gpu test-fuzz clean
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -28,8 +28,14 @@ check: setup     ## lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+test-compose: setup ## the tests that need a Docker Engine; without one they are skipped
+	$(BIN)/pytest -m compose tests/compose
+
 test-gpu: setup  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+test-fuzz: setup ## a minute of frames that nobody should send, at a live run
+	$(BIN)/pytest -m fuzz
 
 clean:           ## remove what make setup and the test tools made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +35,14 @@ START_SECONDS = 90.0
 class Process:
     """A command of ours in a session of its own; what it says is kept."""
 
-    def __init__(self, place: Path, *arguments: str, environment: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self,
+        place: Path,
+        *arguments: str,
+        environment: Mapping[str, str | None] | None = None,
+        around: Sequence[str] = (),
+    ) -> None:
+        """`around`: a command that runs ours."""
         changed = {**os.environ, **(environment or {})}
         self.place = place
         place.mkdir(parents=True, exist_ok=True)
@@ -43,7 +50,7 @@ class Process:
         self.out, self.err = place / f"said-{number}.txt", place / f"erred-{number}.txt"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.child = subprocess.Popen(
-                [*DILOCO, *arguments], cwd=place, stdout=out, stderr=err, start_new_session=True,
+                [*around, *DILOCO, *arguments], cwd=place, stdout=out, stderr=err, start_new_session=True,
                 env={name: value for name, value in changed.items() if value is not None},
             )  # fmt: skip
 
