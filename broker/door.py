@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,9 @@ log = get_logger("broker")
 
 DOMAIN = "diloco"
 LOOK_SECONDS = 1.0
+HASTY_SECONDS = 0.05
+"""For a key that nobody knows the directory is looked at anew, but not again within so long: libzmq does not try again
+after it was refused, and the key may have been made just now."""
 HANDSHAKE_SECONDS = 10.0
 """Who has not proven a key after so long is cut off: a stranger's connection costs no more than its socket."""
 
@@ -33,6 +37,8 @@ class Door(threading.Thread):
         self._gates: list[Gate] = []
         self._reconnect: Callable[[], object] = lambda: None
         self._unreadable = ""
+        self._looked_at = 0.0
+        self._looking = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._known = self._grants()
@@ -46,7 +52,12 @@ class Door(threading.Thread):
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether who proved the key with this public half comes in. zmq.auth calls it, from a thread of its own."""
-        return self.grant_of(key.decode("ascii", "replace")) is not None
+        public = key.decode("ascii", "replace")
+        if self.grant_of(public) is None and public not in self._barred:
+            with self._looking:
+                if time.monotonic() - self._looked_at > HASTY_SECONDS:
+                    self._look()
+        return self.grant_of(public) is not None
 
     def grant_of(self, public: str) -> Grant | None:
         return None if public in self._barred else self._ring.grant_of(public)
@@ -79,7 +90,8 @@ class Door(threading.Thread):
             while not self._stopping:
                 self._wake.wait(LOOK_SECONDS)
                 self._wake.clear()
-                self._look()
+                with self._looking:
+                    self._look()
                 if not self._authenticator.is_alive():
                     raise RuntimeError("the thread that answers handshakes has ended")
         except BaseException as failure:  # the broker ends with it: keys that nobody checks are none
@@ -88,6 +100,7 @@ class Door(threading.Thread):
             self._on_failure()
 
     def _look(self) -> None:
+        self._looked_at = time.monotonic()
         try:
             if self._ring.changed():
                 for sentence in self._ring.reload():

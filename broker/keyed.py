@@ -17,7 +17,7 @@ from ..common.config import MESSAGE_BYTES
 from ..common.log import get_logger
 from ..common.sockets import SUBSCRIBE, UNSUBSCRIBE
 from ..common.wire import Plane
-from .gate import PREFIX_BYTES, REFUSALS, Gate, Subscriptions
+from .gate import PING, PREFIX_BYTES, REFUSALS, Gate, Subscriptions
 from .plane import BATCH, OpenPair, PlaneThread
 
 log = get_logger("broker")
@@ -45,7 +45,8 @@ class KeyedPlane(PlaneThread):
     def in_use(self) -> bool:
         """Also if somebody spoke since the last call: who closes connections in odd ways can miscount subscriptions."""
         before, self._spoken = self._spoken, self.messages - self._pings
-        return super().in_use() or self._spoken > before
+        used = super().in_use()
+        return used or self._spoken > before
 
     def _reopen(self) -> None:
         self._table = Subscriptions()
@@ -77,6 +78,7 @@ class KeyedPlane(PlaneThread):
         rule = self.gate.rule(user)
         if self._table.ask(user, prefix, rule):
             self._sink.setsockopt(zmq.SUBSCRIBE, prefix)
+            self.visited |= not PING.match(prefix)
             return
         self.dropped["subscription"] += 1
         if rule is not None:

@@ -46,6 +46,8 @@ class PlaneThread(threading.Thread):
         """Distinct prefixes that receivers want now."""
         self.listening = 0
         """Those of them that are not for pings."""
+        self.visited = False
+        """Somebody wanted one of those since `in_use` was last asked."""
         self.failure: BaseException | None = None
         self._open_pair, self._on_failure = open_pair, on_failure
         self._source, self._sink = open_pair()
@@ -70,8 +72,9 @@ class PlaneThread(threading.Thread):
         self._waker.close()
 
     def in_use(self) -> bool:
-        """Whether somebody wants more than to hear his own pings."""
-        return self.listening > 0
+        """Whether somebody wants more than to hear his own pings, or did since the last call."""
+        visited, self.visited = self.visited, False
+        return visited or self.listening > 0
 
     def run(self) -> None:
         try:
@@ -123,7 +126,9 @@ class PlaneThread(threading.Thread):
                 frame = self._sink.recv(zmq.NOBLOCK)
                 change = (frame[:1] == SUBSCRIBE) - (frame[:1] == UNSUBSCRIBE)
                 self.subscriptions += change
-                self.listening += 0 if PING.match(frame, 1) else change
+                if not PING.match(frame, 1):
+                    self.listening += change
+                    self.visited |= change > 0
 
     def _forward_some(self) -> None:
         """Forward what waits, BATCH messages at most. Every line of it is paid a thousand times a second."""
