@@ -1,0 +1,631 @@
+"""A broker with keys, attacked by raw sockets: who has which key gets what, and nobody else gets anything."""
+
+from __future__ import annotations
+
+import signal
+import socket as network
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from decoupled_diloco.broker.gate import REFUSALS, SUBSCRIPTIONS
+from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
+from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.common.keys import Key, Role, new_key, revoke
+from decoupled_diloco.common.sockets import Address, Context, Socket
+from decoupled_diloco.common.wire import (
+    Alive,
+    Beat,
+    Call,
+    Hello,
+    Keyframe,
+    Message,
+    Ping,
+    Seed,
+    Welcome,
+    encode,
+    split,
+)
+from transport import context, delta, free_ports, update
+from waiting import wait_for
+from zmq.utils.monitor import recv_monitor_message
+
+CONTROL, BULK = 0, 2
+"""The first port of each plane, counted from the broker's."""
+PLANE = {CONTROL: "control", BULK: "bulk"}
+
+
+FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)  # fmt: skip
+
+
+class Watch:
+    """How the handshakes and connections of a socket fail, as libzmq tells it."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._monitor = socket.get_monitor_socket(FAILURES)
+        self._seen: Counter[int] = Counter()
+
+    def seen(self, *events: int) -> int:
+        """How often one of `events` was; of any, without."""
+        while self._monitor.poll(0):
+            self._seen[recv_monitor_message(self._monitor)["event"]] += 1
+        return sum(self._seen[event] for event in events or self._seen)
+
+
+class Peers:
+    """Sockets of a broker's clients, with any key, or none."""
+
+    def __init__(self, made: Context, port: int, keys: dict[str, Key]) -> None:
+        self.address, self.keys = Address("127.0.0.1", port), keys
+        self._context = made
+        self.watch: dict[Socket, Watch] = {}
+
+    def connect(self, kind: int, port: int, key: Key | None, **changed: str) -> Socket:
+        """`changed`: halves of the key that are other than they should be."""
+        socket = self._context.socket(kind)
+        self.watch[socket] = Watch(socket)  # before it connects: who is refused is refused once
+        if key is not None:
+            socket.curve_serverkey = changed.get("broker", key.broker).encode()
+            socket.curve_publickey = changed.get("public", key.public).encode()
+            socket.curve_secretkey = changed.get("secret", key.secret).encode()
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_VERBOSER, 1)
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, 0)  # else no more than 1000 subscriptions are sent
+        socket.connect(f"tcp://{self.address.host}:{self.address.port + port}")
+        return socket
+
+    def sender(self, key: Key | str, plane: int = CONTROL) -> Socket:
+        """A publisher that has heard the broker."""
+        socket = self.connect(zmq.XPUB, plane, self.keys[key] if isinstance(key, str) else key)
+        wait_for(lambda: socket.poll(50), "the broker greets")
+        assert socket.recv() == b"\x01"
+        return socket
+
+    def receiver(self, key: Key | str, plane: int = CONTROL, *prefixes: bytes) -> Socket:
+        socket = self.connect(zmq.SUB, plane + 1, self.keys[key] if isinstance(key, str) else key)
+        for prefix in prefixes:
+            socket.subscribe(prefix)
+        return socket
+
+
+HOLDERS: dict[str, tuple[Role, str, str]] = {
+    "syncer": ("syncer", "run", "syncer"),
+    "bob": ("learner", "run", "bob"),
+    "eve": ("learner", "run", "eve"),
+    "owl": ("observer", "run", "owl"),
+    "far syncer": ("syncer", "run1", "syncer"),
+    "far": ("learner", "run1", "far"),
+}
+
+
+class House(Peers):
+    """A broker with keys in this process, and its clients."""
+
+    def __init__(self, directory: Path, made: Context) -> None:
+        keys = {who: new_key(directory, role=role, run=run, name=name) for who, (role, run, name) in HOLDERS.items()}
+        self.directory = directory
+        self.broker = Broker(BrokerConfig(port=free_ports(), keys=directory))
+        self.broker.start()
+        super().__init__(made, self.broker.config.port, keys)
+
+    def dropped(self, plane: int = CONTROL) -> dict[str, int]:
+        rows: dict[str, int] = self.broker.counters()[PLANE[plane]]["dropped"]
+        return rows
+
+    def works(self, plane: int = CONTROL) -> None:
+        """Those who have keys are served, new connections too."""
+        up, down = self.sender("syncer", plane), self.receiver("bob", plane, b"_/beat/run/")
+        pass_on(up, down, BEAT)
+        up.close()
+        down.close()
+
+
+def frames(message: Message) -> list[bytes]:
+    return [bytes(frame) for frame in encode(message)]
+
+
+def pass_on(up: Socket, down: Socket, message: Message) -> None:
+    """Return when a message of `up` has come to `down`, and all its repetitions."""
+
+    def arrives() -> int:
+        up.send_multipart(frames(message))
+        return down.poll(50)
+
+    wait_for(arrives, "what a key holder may say comes to who may hear it")
+    while down.poll(50):
+        assert down.recv_multipart() == frames(message)
+
+
+def read(socket: Socket) -> list[list[bytes]]:
+    """All that waits, and comes within a moment."""
+    found = []
+    while socket.poll(100):
+        found.append(socket.recv_multipart())
+    return found
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    with context() as made:
+        built = House(tmp_path / "keys", made)
+        try:
+            yield built
+        finally:
+            built.broker.stop()
+        assert built.broker.failure is None
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+BEAT = Beat(run="run", epoch=1, state="running", t=1, steps=2, step_seconds=0, syncer=1)
+CALL = Call(run="run", epoch=1, slot=1, t=1, fragment=3, version=1, attempt=1)
+PART: dict[str, Any] = {"run": "run", "epoch": 1, "fragment": 3, "digest": "", **split(b"12345678")[0]}
+ABOUT: dict[str, Any] = {"run": "run", "incarnation": 1, "epoch": 1}
+
+
+def welcome(name: str) -> Welcome:
+    return Welcome(name=name, verdict="finished", **ABOUT)
+
+
+def hello(name: str, role: str = "learner", run: str = "run") -> Hello:
+    return Hello(run=run, name=name, incarnation=1, role=role, fingerprint="", bulk_proven=True)
+
+
+def alive(name: str) -> Alive:
+    return Alive(
+        name=name, local_steps=1, tokens=1, step_seconds=1, last_step_age_seconds=1, inner_seconds=1, session_seconds=1,
+        since_first_step_seconds=1, **ABOUT,
+    )  # fmt: skip
+
+
+FORGED: dict[str, tuple[str, int, Message]] = {
+    "a learner calls": ("bob", CONTROL, CALL),
+    "a learner beats": ("bob", CONTROL, BEAT),
+    "a learner beats among bulk": ("bob", BULK, BEAT),
+    "a learner welcomes": ("bob", CONTROL, welcome("eve")),
+    "a learner welcomes itself": ("bob", CONTROL, welcome("bob")),
+    "a learner publishes a fragment": ("bob", BULK, update()),
+    "a learner publishes a keyframe": ("bob", BULK, Keyframe(t=1, version=1, **PART)),
+    "a learner says hello as another": ("bob", CONTROL, hello("eve")),
+    "a learner says hello as one whose name begins alike": ("bob", CONTROL, hello("bobby")),
+    "a learner is alive as another": ("bob", CONTROL, alive("eve")),
+    "a learner's delta under another's name": ("bob", BULK, delta(name="eve")),
+    "a learner's seed under another's name": ("bob", BULK, Seed(name="eve", incarnation=1, **PART)),
+    "a learner pings as another": ("bob", CONTROL, Ping(run="run", name="eve", nonce=1)),
+    "a learner's delta for another run": ("bob", BULK, delta(name="bob", run="run1")),
+    "a learner's hello for another run": ("bob", CONTROL, hello("bob", run="run1")),
+    "an observer's delta": ("owl", BULK, delta(name="owl")),
+    "an observer's seed": ("owl", BULK, Seed(name="owl", incarnation=1, **PART)),
+    "an observer is alive": ("owl", CONTROL, alive("owl")),
+    "an observer says hello as a learner": ("owl", CONTROL, hello("owl", role="learner")),
+    "an observer calls": ("owl", CONTROL, CALL),
+    "an observer publishes a fragment": ("owl", BULK, update()),
+    "another run's syncer calls": ("far syncer", CONTROL, CALL),
+    "another run's syncer publishes a fragment": ("far syncer", BULK, update()),
+    "another run's syncer beats": ("far syncer", CONTROL, BEAT),
+    "a syncer sends a delta": ("syncer", BULK, delta(name="bob")),
+}
+
+
+def everything(house: House, plane: int) -> list[Socket]:
+    """Receivers who, together, hear all that anybody may hear on a plane."""
+    found = []
+    for name in house.keys:
+        key = house.keys[name]
+        heard = (
+            ["call", "fragment", "keyframe"] if key.role != "syncer" else ["hello", "alive", "fetch", "delta", "seed"]
+        )
+        prefixes = [f"_/beat/{key.run}/", *(f"{key.run}/{kind}/" for kind in heard)]
+        prefixes += [f"{key.run}/ping/{key.name}/"]
+        prefixes += [f"{key.run}/welcome/{key.name}/"] if key.role != "syncer" else []
+        found.append(house.receiver(key, plane, *(prefix.encode() for prefix in prefixes)))
+    wait_for(lambda: house.broker.counters()[PLANE[plane]]["subscriptions"] >= 26, "all are subscribed")
+    return found
+
+
+@pytest.mark.parametrize(("who", "plane", "message"), FORGED.values(), ids=FORGED)
+def test_what_a_key_may_not_say_reaches_nobody_and_is_counted(
+    house: House, who: str, plane: int, message: Message, capfd: pytest.CaptureFixture[str]
+) -> None:
+    receivers, up = everything(house, plane), house.sender(who, plane)
+    up.send_multipart(frames(message))
+    wait_for(lambda: house.dropped(plane) == {"denied": 1}, "it is refused")
+    for receiver in receivers:
+        assert not receiver.poll(20)
+    house.works(plane)
+    told = wait_for(lambda: capfd.readouterr().err, "it is told")
+    key = house.keys[who]
+    assert f"{key.role} {key.name} of {key.run}" in told, "whose key it was is told"
+
+
+def test_what_keys_are_for_passes(house: House) -> None:
+    syncer = {
+        plane: house.receiver("syncer", plane, *(f"run/{kind}/".encode() for kind in ("hello", "alive", "delta")))
+        for plane in (CONTROL, BULK)
+    }
+    for who, name in (("bob", "bob"), ("bob", "bob-7"), ("eve", "eve-a-b")):
+        pass_on(house.sender(who), syncer[CONTROL], hello(name))
+        pass_on(house.sender(who), syncer[CONTROL], alive(name))
+        pass_on(house.sender(who, BULK), syncer[BULK], delta(name=name))
+    pass_on(house.sender("owl"), syncer[CONTROL], hello("owl-2", role="observer"))
+    for listener in ("bob", "owl"):
+        down = house.receiver(listener, CONTROL, b"run/call/", f"run/welcome/{listener}-2/".encode())
+        pass_on(house.sender("syncer"), down, CALL)
+        pass_on(house.sender("syncer"), down, welcome(f"{listener}-2"))
+        pass_on(house.sender("syncer", BULK), house.receiver(listener, BULK, b"run/fragment/"), update())
+    for who in ("syncer", "bob", "owl"):
+        ping = Ping(run="run", name=house.keys[who].name, nonce=7)
+        for plane in (CONTROL, BULK):
+            pass_on(house.sender(who, plane), house.receiver(who, plane, ping.topic()), ping)
+    assert house.dropped(CONTROL) == house.dropped(BULK) == {}
+
+
+# --- subscriptions ---------------------------------------------------------------------------------------------------
+SPIED: dict[str, tuple[str, bytes]] = {
+    "everything": ("bob", b""),
+    "a whole run": ("bob", b"run/"),
+    "the beginning of a run's name": ("bob", b"ru"),
+    "another run": ("far", b"run/"),
+    "another run's calls": ("far", b"run/call/"),
+    "another run's beats": ("far", b"_/beat/run/"),
+    "all runs' beats": ("far", b"_/beat/"),
+    "everybody's welcome": ("bob", b"run/welcome/"),
+    "another's welcome": ("eve", b"run/welcome/bob/"),
+    "the welcome of all whose names begin alike": ("bob", b"run/welcome/b"),
+    "the deltas, as a learner": ("bob", b"run/delta/"),
+    "the deltas, as an observer": ("owl", b"run/delta/"),
+    "another's deltas": ("eve", b"run/delta/3/bob/"),
+    "hellos": ("owl", b"run/hello/"),
+    "another's pings": ("eve", b"run/ping/bob/"),
+}
+
+
+@pytest.mark.parametrize("plane", [CONTROL, BULK])
+@pytest.mark.parametrize(("who", "prefix"), SPIED.values(), ids=SPIED)
+def test_what_a_key_may_not_hear_it_does_not_hear(house: House, who: str, prefix: bytes, plane: int) -> None:
+    spy = house.receiver(who, plane, prefix)
+    wait_for(lambda: house.dropped(plane) == {"subscription": 1}, "it is refused")
+    down = house.receiver(
+        "bob", plane, b"run/call/", b"run/fragment/", b"run/welcome/bob/", b"run/ping/bob/", b"_/beat/run/"
+    )
+    hears = house.receiver("syncer", plane, b"run/hello/", b"run/delta/")
+    syncer, learner = house.sender("syncer", plane), house.sender("bob", plane)
+    pass_on(syncer, down, BEAT)
+    pass_on(learner, down, Ping(run="run", name="bob", nonce=1))
+    if plane == CONTROL:
+        pass_on(syncer, down, CALL)
+        pass_on(syncer, down, welcome("bob"))
+        pass_on(learner, hears, hello("bob"))
+    else:
+        pass_on(syncer, down, update())
+        pass_on(learner, hears, delta(name="bob"))
+    assert read(spy) == []
+
+
+def test_a_refused_subscription_that_is_taken_back_or_whose_connection_closes_takes_nobody_s_along(
+    house: House,
+) -> None:
+    hears = house.receiver("syncer", BULK, b"run/delta/")
+    spy, other = (house.receiver("eve", BULK, b"run/delta/") for _ in range(2))
+    wait_for(lambda: house.dropped(BULK) == {"subscription": 2}, "both are refused")
+    spy.unsubscribe(b"run/delta/")
+    other.close()
+    pass_on(house.sender("bob", BULK), hears, delta(name="bob"))
+    assert house.broker.counters()["bulk"]["subscriptions"] == 1
+
+
+def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(house: House) -> None:
+    greedy = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(SUBSCRIPTIONS + 20)))
+    wait_for(lambda: house.dropped(BULK) == {"subscription": 20}, "the last ones are refused")
+    assert house.broker.counters()["bulk"]["subscriptions"] == SUBSCRIPTIONS
+    up, down = house.sender("syncer", BULK), house.receiver("eve", BULK, b"run/fragment/")
+    pass_on(up, down, update())
+    assert read(greedy), "what it has it keeps"
+    greedy.close()
+    wait_for(lambda: house.broker.counters()["bulk"]["subscriptions"] == 1, "who leaves gives all of his back")
+    again = house.receiver("bob", BULK, b"run/fragment/")
+    pass_on(up, again, update())
+
+
+def test_who_keeps_asking_for_what_he_may_not_hear_is_barred_and_the_others_go_on(house: House) -> None:
+    greedy = house.receiver("bob", CONTROL, *(b"run/delta/%d/" % i for i in range(REFUSALS)))
+    assert barred(house, house.keys["bob"])
+    greedy.close()
+    up, down = house.sender("syncer"), house.receiver("eve", CONTROL, b"_/beat/run/")
+    pass_on(up, down, BEAT)
+
+
+ODD = {
+    "another kind of frame": b"\x02",
+    "an empty frame": b"",
+    "noise": b"\xff" * 100,
+    "a very long prefix": b"\x01" + b"x" * 500,
+}
+
+
+@pytest.mark.parametrize("frame", ODD.values(), ids=ODD)
+def test_who_sends_what_is_no_subscription_is_barred_and_gets_nobody_else_s(house: House, frame: bytes) -> None:
+    """libzmq would give subscriptions that come after such a frame to the wrong peer."""
+    listener = house.receiver("eve", BULK, b"run/fragment/")
+    spies = [house.connect(zmq.XSUB, BULK + 1, house.keys["bob"]) for _ in range(3)]
+    for spy in spies:
+        for _ in range(3):
+            spy.send(frame)
+            spy.send(b"\x01run/call/")
+    syncer = [house.receiver("syncer", BULK, b"run/delta/") for _ in range(3)]
+    assert barred(house, house.keys["bob"])
+    up = house.sender("eve", BULK)
+    for each in syncer:
+        pass_on(up, each, delta(name="eve"))
+    pass_on(house.sender("syncer", BULK), listener, update())
+    for spy in spies:
+        assert not [message for message in read(spy) if message[0].startswith(b"run/delta/")]
+
+
+def barred(house: Peers, key: Key) -> bool:
+    """Who comes with this key is refused in the handshake, soon."""
+    socket = house.connect(zmq.SUB, 1, key)
+    wait_for(lambda: house.watch[socket].seen(zmq.EVENT_HANDSHAKE_FAILED_AUTH), "the key is refused")
+    socket.close()
+    return True
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+def made_up() -> dict[str, str]:
+    public, secret = zmq.curve_keypair()
+    return {"public": public.decode(), "secret": secret.decode()}
+
+
+STRANGERS = ["without a key", "with a key of his own", "with the wrong key of the broker", "with another's public half"]
+
+
+def stranger(house: House, which: str, kind: int, port: int) -> Socket:
+    key = house.keys["bob"]
+    if which == "without a key":
+        return house.connect(kind, port, None)
+    if which == "with a key of his own":
+        return house.connect(kind, port, key, **made_up())
+    if which == "with the wrong key of the broker":
+        return house.connect(kind, port, key, broker=made_up()["public"])
+    return house.connect(kind, port, key, secret=made_up()["secret"])
+
+
+@pytest.mark.parametrize("which", STRANGERS)
+def test_a_stranger_says_and_hears_nothing(house: House, which: str) -> None:
+    sockets = [stranger(house, which, kind, port) for port, kind in enumerate((zmq.XPUB, zmq.SUB, zmq.XPUB, zmq.SUB))]
+    for down in sockets[1::2]:
+        down.subscribe(b"")
+    wait_for(lambda: all(house.watch[socket].seen() for socket in sockets), "he is cut off")
+    house.works(CONTROL)
+    house.works(BULK)
+    for socket in sockets:
+        assert read(socket) == [], "neither the broker's greeting nor a message"
+    for plane in (CONTROL, BULK):
+        assert house.dropped(plane) == {}
+        assert house.broker.counters()[PLANE[plane]]["subscriptions"] <= 1
+
+
+def test_a_stranger_s_connections_leave_nothing_behind(house: House) -> None:
+    house.works()
+    fresh = [network.create_connection((house.address.host, house.address.port + i % 4)) for i in range(100)]
+    for peer in fresh:
+        peer.close()
+    wait_for(lambda: descriptors(house.address.port) <= 8, "connections that closed are gone")
+    sockets = [stranger(house, which, zmq.SUB, 1) for which in STRANGERS for _ in range(25)]
+    wait_for(lambda: all(house.watch[socket].seen() for socket in sockets), "each is cut off")
+    for socket in sockets:
+        socket.close()
+    wait_for(lambda: descriptors(house.address.port) <= 8, "connections that closed are gone")
+    house.works()
+
+
+def descriptors(port: int) -> int:
+    """TCP sockets of this process that belong to the broker's ports."""
+    inodes = set()
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        local, state, inode = (line.split()[i] for i in (1, 3, 9))
+        if port <= int(local.rpartition(":")[2], 16) < port + 4 and state != "06":
+            inodes.add(f"socket:[{inode}]")
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found += str(entry.readlink()) in inodes
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+# --- large ones ------------------------------------------------------------------------------------------------------
+def test_a_key_holder_s_oversized_messages_reach_nobody(house: House) -> None:
+    up, down = house.sender("bob", BULK), house.receiver("syncer", BULK, b"run/delta/")
+    pass_on(up, down, delta(name="bob"))
+    topic, header, _ = frames(delta(name="bob"))
+    up.send_multipart([topic, header, bytes(MESSAGE_BYTES - 50)])
+    up.send_multipart([topic, header, b"", b""])
+    up.send_multipart([topic])
+    wait_for(lambda: house.dropped(BULK) == {"size": 1, "frames": 2}, "they are refused")
+    up.send_multipart([topic, header, bytes(MESSAGE_BYTES + 1)])
+    wait_for(lambda: up.poll(50) and up.recv(), "a frame above the largest cuts the connection, and it is made anew")
+    assert read(down) == []
+    pass_on(up, down, delta(name="bob"))
+
+
+# --- keys come and go ------------------------------------------------------------------------------------------------
+def test_a_revoked_key_neither_says_nor_hears_anything_more_and_the_others_do(house: House) -> None:
+    bob_up, bob_down = house.sender("bob"), house.receiver("bob", CONTROL, b"_/beat/run/")
+    eve_up, eve_down = house.sender("eve"), house.receiver("eve", CONTROL, b"_/beat/run/")
+    up, down = house.sender("syncer"), house.receiver("syncer", CONTROL, b"run/alive/")
+    pass_on(up, bob_down, BEAT)
+    pass_on(up, eve_down, BEAT)
+    pass_on(bob_up, down, alive("bob"))
+    pass_on(eve_up, down, alive("eve"))
+
+    revoke(house.directory, role="learner", run="run", name="bob")
+    for socket in (bob_up, bob_down):
+        seen = house.watch[socket].seen
+        wait_for(lambda seen=seen: seen(zmq.EVENT_HANDSHAKE_FAILED_AUTH), "he is cut off, and refused")  # type: ignore[misc]
+    read(down), read(bob_down)
+    for _ in range(3):
+        bob_up.send_multipart(frames(alive("bob")))
+    pass_on(eve_up, down, alive("eve"))
+    pass_on(up, eve_down, BEAT)
+    assert read(bob_down) == []
+    assert read(down) == []
+
+
+def test_between_being_revoked_and_cut_off_nothing_passes_either(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = house.sender("bob"), house.receiver("syncer", CONTROL, b"run/alive/")
+    pass_on(up, down, alive("bob"))
+    assert house.broker._door is not None
+    monkeypatch.setattr(house.broker._door, "_reconnect", lambda: None)
+    revoke(house.directory, role="learner", run="run", name="bob")
+
+    def dropped() -> bool:
+        up.send_multipart(frames(alive("bob")))
+        return "revoked" in house.dropped()
+
+    wait_for(dropped, "his messages are dropped")
+    read(down)
+    up.send_multipart(frames(alive("bob")))
+    spy = house.receiver("eve", CONTROL, b"_/beat/run/")
+    pass_on(house.sender("syncer"), spy, BEAT)
+    assert read(down) == []
+
+
+def test_a_key_made_while_the_broker_runs_is_taken_and_nobody_is_disturbed(house: House) -> None:
+    down = house.receiver("syncer", CONTROL, b"run/alive/")
+    new = new_key(house.directory, role="learner", run="run", name="late")
+    pass_on(house.sender(new), down, alive("late"))
+    assert house.watch[down].seen() == 0
+
+
+def test_a_replaced_key_opens_and_the_old_one_does_not(house: House) -> None:
+    old = house.keys["bob"]
+    revoke(house.directory, role="learner", run="run", name="bob")
+    new = new_key(house.directory, role="learner", run="run", name="bob")
+    assert barred(house, old)
+    pass_on(house.sender(new), house.receiver("syncer", CONTROL, b"run/alive/"), alive("bob"))
+
+
+def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_told(
+    house: House, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    assert house.broker._door is not None
+    monkeypatch.setattr(house.broker._door._ring, "changed", fails)
+    seen = ""
+
+    def told() -> bool:
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "keys_unreadable" in seen
+
+    wait_for(told, "it is told")
+    house.works()
+
+
+# --- starting and ending ---------------------------------------------------------------------------------------------
+def test_a_broker_whose_handshakes_nobody_answers_ends(tmp_path: Path) -> None:
+    new_key(tmp_path, role="learner", run="run", name="bob")
+    broker = Broker(BrokerConfig(port=free_ports(), keys=tmp_path))
+    broker.start()
+    assert broker._door is not None
+    broker._door._authenticator.stop()
+    wait_for(lambda: broker.failure is not None, "half a broker is none")
+    broker.stop()
+
+
+def test_beyond_loopback_keys_or_insecure_is_needed_and_keys_are_enough(tmp_path: Path) -> None:
+    everywhere, port = "0.0.0.0", free_ports()  # noqa: S104 - what is tested
+    with pytest.raises(SettingError, match="--keys"):
+        BrokerConfig(host=everywhere, port=port)
+    new_key(tmp_path, role="learner", run="run", name="bob")
+    broker = Broker(BrokerConfig(host=everywhere, port=port, keys=tmp_path))
+    broker.start()
+    broker.stop()
+
+
+def test_a_folder_without_keys_is_refused_and_no_port_is_taken(tmp_path: Path) -> None:
+    port = free_ports()
+    with pytest.raises(SettingError, match=r"broker\.key"):
+        Broker(BrokerConfig(port=port, keys=tmp_path)).start()
+    for each in range(port, port + 4):
+        network.create_server(("127.0.0.1", each)).close()
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_a_taken_port_is_named_and_the_others_are_given_back(tmp_path: Path, offset: int) -> None:
+    new_key(tmp_path, role="learner", run="run", name="bob")
+    port = free_ports()
+    with (
+        network.create_server(("127.0.0.1", port + offset)),
+        pytest.raises(SettingError, match=f"port {port + offset} "),
+    ):
+        Broker(BrokerConfig(port=port, keys=tmp_path)).start()
+    for each in range(port, port + 4):
+        network.create_server(("127.0.0.1", each)).close()
+
+
+def child(port: int, *arguments: str) -> subprocess.Popen[str]:
+    diloco = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "broker", "--port", str(port), *arguments]
+    return subprocess.Popen(diloco, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
+def test_a_broker_ends_by_itself_once_everybody_has_left_and_pings_do_not_count(tmp_path: Path, keyed: bool) -> None:
+    boss = new_key(tmp_path, role="syncer", run="run", name="boss")
+    bob = new_key(tmp_path, role="learner", run="run", name="bob")
+    port = free_ports()
+    process = child(port, "--exit-when-idle", "1.5", *(["--keys", str(tmp_path)] if keyed else []))
+    with context() as made:
+        peers, ping = Peers(made, port, {}), frames(Ping(run="run", name="boss", nonce=1))
+        up, down = (
+            peers.connect(zmq.XPUB, CONTROL, boss if keyed else None),
+            peers.connect(zmq.SUB, 1, boss if keyed else None),
+        )
+        down.subscribe(ping[0])
+        wait_for(lambda: up.poll(50), "the broker greets", seconds=60)
+
+        def pinged() -> int:
+            up.send_multipart(ping)
+            return len(read(down))
+
+        wait_for(lambda: all(pinged() for _ in range(20)), "pings alone go on for longer than that")
+        assert process.poll() is None, "nobody was there yet"
+        listener = peers.connect(zmq.SUB, CONTROL + 1, bob if keyed else None)
+        listener.subscribe(b"run/call/")
+        pass_on(up, listener, CALL)
+        listener.close()
+        wait_for(lambda: pinged() >= 0 and process.poll() is not None, "it ends although pings come")
+    told = process.communicate()[1]
+    assert process.returncode == 0, told
+    assert "broker_idle" in told
+
+
+def test_no_secret_appears_in_what_a_broker_tells_of_itself(tmp_path: Path) -> None:
+    bob = new_key(tmp_path / "keys", role="learner", run="run", name="bob")
+    pair = (tmp_path / "keys" / "broker.key").read_text()
+    port = free_ports()
+    process = child(port, "--keys", str(tmp_path / "keys"))
+    with context() as made:
+        house = Peers(made, port, {"bob": bob})
+        house.sender("bob").send_multipart(frames(CALL))
+        revoke(tmp_path / "keys", role="learner", run="run", name="bob")
+        assert barred(house, bob)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "key_revoked" in told
+    for secret in (bob.secret, bob.public, *[line.split('"')[3] for line in pair.splitlines() if "secret" in line]):
+        assert secret not in told
