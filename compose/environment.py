@@ -19,8 +19,15 @@ from click.core import ParameterSource
 from ..common.errors import DilocoError
 
 PREFIX = "DILOCO_"
-COMPOSE_ONLY = frozenset({"DILOCO_PORTS"})
-"""Variables that compose.yaml reads itself; no command has an option of that name."""
+PARTS = ("BROKER", "SYNCER", "LEARNER", "EVALUATOR", "REDIS")
+COMPOSE_ONLY = frozenset(
+    f"DILOCO_{name}"
+    for name in (
+        *("PORTS", "RESULTS", "TEXT", "KEY_FILE", "GPUS", "TORCH_INDEX"),
+        *(f"{part}_{limit}" for part in PARTS for limit in ("CPUS", "MEMORY")),
+    )
+)
+"""Variables that the compose files read themselves; no command has an option of that name."""
 
 
 def variable(field: str) -> str:

@@ -11,7 +11,7 @@ import click
 import pytest
 from decoupled_diloco.cli import group, run_command
 from decoupled_diloco.common.config import LearnerConfig, RunSettings, SyncerConfig, TaskSettings
-from decoupled_diloco.compose.environment import in_force, without_options
+from decoupled_diloco.compose.environment import COMPOSE_ONLY, in_force, without_options
 
 
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
@@ -152,6 +152,15 @@ def test_a_name_that_another_command_reads_is_no_stranger(
     said.setenv("DILOCO_STEPS", "12")
     run_command(["status"])
     assert "DILOCO_STEPS" not in capsys.readouterr().err
+
+
+def test_every_variable_of_the_compose_files_is_an_option_s_or_one_of_theirs() -> None:
+    told = "".join(path.read_text("utf-8") for path in (Path(__file__).parents[2] / "compose").glob("*.yaml"))
+    named = set(re.findall(r"DILOCO_[A-Z_]+", told))
+    options = {str(o.envvar) for command in ALL.values() for o in command.params if isinstance(o, click.Option)}
+    assert named - options <= COMPOSE_ONLY
+    assert named >= COMPOSE_ONLY
+    assert not COMPOSE_ONLY & options
 
 
 def test_children_get_no_option_behind_the_back_of_their_command_line() -> None:
