@@ -75,15 +75,20 @@ def lines(address: Address, file: Path | None) -> Iterator[list[Line]]:
         ]
 
 
+def looked(what: list[Line]) -> bool:
+    for line in what:
+        line.look()
+    return True
+
+
 def wait_for_refusal(what: list[Line], refusal: Refusal | None) -> None:
     def told() -> bool:
-        for line in what:
-            line.look()
-            if isinstance(line, Uplink):
-                line.read_subscriptions()
-        return all(line.refusal is refusal for line in what) and (
-            refusal is not None or all(line.proven for line in what if isinstance(line, Uplink))
-        )
+        looked(what)
+        uplinks = [line for line in what if isinstance(line, Uplink)]
+        for uplink in uplinks:
+            uplink.read_subscriptions()
+        let_in = all(uplink.proven for uplink in uplinks)
+        return all(line.refusal is refusal for line in what) and (refusal is not None or let_in)
 
     wait_for(told, f"all four lines: {refusal}")
 
@@ -125,7 +130,7 @@ def test_a_refusal_is_forgotten_when_the_broker_has_gone_or_has_changed_its_mind
     with lines(Address("127.0.0.1", port), file) as mine:
         with broker(port):
             wait_for_refusal(mine, Refusal.TAKES_NO_KEYS)
-        wait_for(lambda: not [line.look() for line in mine if line.refusal], "nobody is there to refuse")
+        wait_for(lambda: looked(mine) and not any(line.refusal for line in mine), "nobody is there to refuse")
         with broker(port, place.path / "keys"):
             wait_for_refusal(mine, None)
             assert comes_back(mine)
@@ -161,7 +166,7 @@ def comes_back(mine: list[Line]) -> bool:
 
 def test_something_that_hangs_up_on_everybody_is_no_refusal_to_who_has_no_key() -> None:
     with hangs_up() as (address, calls), lines(address, None) as mine:
-        wait_for(lambda: [line.look() for line in mine] and len(calls) > 2 * BROKEN_OFF, "it hung up often")
+        wait_for(lambda: looked(mine) and len(calls) > 2 * len(mine) * BROKEN_OFF, "it hung up often")
         assert refusal_of(mine, str(address), None) == ""
 
 
@@ -172,7 +177,12 @@ def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
         file = place.new(broker="elsewhere", role="syncer", name="s")
         syncer = Lines(str(address), "r", lambda *_: None, file)
         try:
-            wait_for(lambda: syncer.wait(0.01) or "breaks off when it sees the key" in syncer.refusal, "it is told")
+
+            def told() -> bool:
+                syncer.wait(0.01)
+                return "breaks off when it sees the key" in syncer.refusal
+
+            wait_for(told, "the syncer is told")
         finally:
             syncer.close()
 
