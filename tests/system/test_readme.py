@@ -77,7 +77,12 @@ def commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_every_command_in_the_readme_exists_with_these_options(command: list[str]) -> None:
-    known = {spelling for option in group.commands[command[1]].params for spelling in option.opts}
+    meant: click.Command = group
+    for word in command[1:]:
+        if not isinstance(meant, click.Group):
+            break
+        meant = meant.commands[word]
+    known = {spelling for option in meant.params for spelling in option.opts}
     assert [word for word in command if word.startswith("--") and word not in known] == []
 
 

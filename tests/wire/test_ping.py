@@ -104,9 +104,9 @@ def test_without_a_key_the_beat_is_of_any_run_or_of_the_one_that_is_named(beatin
 def test_who_is_refused_or_hears_nothing_is_told_so(tmp_path: Path) -> None:
     file = key_file(tmp_path, "learner")
     with broker(tmp_path / "keys") as address, pytest.raises(PeerLost, match=r"wants a key: give --key FILE"):
-        ping(address, timeout_seconds=1)
+        ping(address, timeout_seconds=4)
     with broker() as address, pytest.raises(PeerLost, match=r"takes no keys: leave --key .*learner\.key out"):
-        ping(address, key=file, timeout_seconds=3)
+        ping(address, key=file, timeout_seconds=4)
     with pytest.raises(PeerLost, match=r"nobody answers at tcp://127\.0\.0\.1:\d+; is the broker running"):
         ping(f"tcp://127.0.0.1:{free_ports()}", timeout_seconds=0.1)
 

@@ -172,15 +172,15 @@ def test_something_that_hangs_up_on_everybody_is_no_refusal_to_who_has_no_key() 
 
 def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
     with keyed(place) as address:
-        with pytest.raises(PeerLost, match=r"wants a key: give --key FILE .*; nothing was heard for 1 s"):
-            discover(str(address), timeout_seconds=1)
+        with pytest.raises(PeerLost, match=r"wants a key: give --key FILE .*; nothing was heard for 4 s"):
+            discover(str(address), timeout_seconds=4)
         file = place.new(broker="elsewhere", role="syncer", name="s")
         syncer = Lines(str(address), "r", lambda *_: None, file)
         try:
 
             def told() -> bool:
                 syncer.wait(0.01)
-                return "breaks off when it sees the key" in syncer.refusal
+                return "breaks each connection off: the key" in syncer.refusal
 
             wait_for(told, "the syncer is told")
         finally:
