@@ -281,7 +281,11 @@ class Conversation:
                     run=self.me.run, name=self.me.name, incarnation=self.me.incarnation, epoch=self.epoch,
                     what=request.what, fragment=request.fragment, version=request.version, chunks=request.chunks,
                 )  # fmt: skip
-        yield from self._goodbyes(now)
+        for farewell in self._goodbyes(now):
+            if self.follower is not None and "last" not in self._due:  # the whole of its traffic and time, once
+                self._due["last"] = now
+                yield alive(self.me, self.epoch, self.desk.counters, self.follower.held, traffic=traffic, now=now)
+            yield farewell
 
     def _is_due(self, what: str, now: float, every_seconds: float) -> bool:
         if now < self._due.get(what, now):

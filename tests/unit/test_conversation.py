@@ -120,11 +120,11 @@ def test_while_it_asks_under_a_new_epoch_a_learner_says_nothing_else(joined: Tal
     assert Fetch in joined.kinds(101.6)
 
 
-def test_whoever_has_heard_the_end_says_goodbye_and_is_alive_no_more(joined: Talk) -> None:
+def test_whoever_has_heard_the_end_tells_its_last_figures_says_goodbye_and_is_alive_no_more(joined: Talk) -> None:
     assert Alive in joined.kinds(101.3)
     joined.hear(beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR])), 101.4)
     joined.keyframe(5, 101.5)
-    assert [joined.kinds(103.0 + second) for second in range(3)] == [[Goodbye]] * 3
+    assert [joined.kinds(103.0 + second) for second in range(3)] == [[Alive, Goodbye], [Goodbye], [Goodbye]]
 
 
 def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whole_model(joined: Talk) -> None:
