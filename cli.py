@@ -201,9 +201,9 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
     "--timeout", "timeout_seconds", type=float, default=5.0, show_default=True, help="Seconds to wait, at most."
 )
 def ping(broker: str, key: Path | None, run: str, timeout_seconds: float, *, beat: bool) -> int:
-    """Send a message through the broker and back, on both planes, and say how long it took.
+    """Send a message through the broker and back.
 
-    Exit code 0 if it came back, 3 if not: a health check.
+    Says how many milliseconds it took on each plane. Exit code 0 if it came back, 3 if not: a health check.
     """
     from .monitor.ping import ping as send
 

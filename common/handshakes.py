@@ -15,6 +15,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 AGAIN_SECONDS = 2.0
 """How soon somebody who was refused calls again: his key may be known by then."""
+LOOK_SECONDS = 0.05
+"""Not oftener is looked: a loop turns a thousand times a second when much arrives."""
 BROKEN_OFF = 20
 """Connections in a row, cut in the handshake, from which it is said. Where one side has a key and the other takes none,
 some are cut before it is known why: one in three, on a busy machine up to ten in a row.
@@ -51,6 +53,7 @@ class Handshakes:
         """What the last handshake came to; None while nobody is there as well."""
         self._socket, self._endpoint, self._keyed = socket, endpoint, keyed
         self._broken_off = 0
+        self._look_at = 0.0
         self._again_at: float | None = None
         place = f"inproc://handshakes-{next(NUMBERS)}"
         socket.monitor(place, EVENTS)
@@ -60,11 +63,15 @@ class Handshakes:
         self._events.connect(place)
 
     def look(self) -> None:
-        """Take what was said since, and call again where libzmq has given up. Never blocks."""
+        """Take what was said since, and call again where libzmq has given up. Never blocks; cheap at any rate."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
         while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             self._take(int(told["event"]), int(told["value"]))
-        if self._again_at is not None and time.monotonic() >= self._again_at:
+        if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self._socket.disconnect(self._endpoint)
             self._socket.connect(self._endpoint)
