@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/broker.py [--seconds 10] [--port 5650]
 
-Both run with the same socket options in a process of their own, in turns, so that a busy machine disturbs both alike;
-one publisher and one receiver keep a fixed number of messages in flight. A ratio of 1 is as fast as zmq.proxy.
+All run with the same socket options in a process of their own, in turns, so that a busy machine disturbs all alike;
+one publisher and one receiver keep a fixed number of messages in flight. A ratio of 1 is as fast as zmq.proxy, which
+neither looks at a message nor encrypts it. "keyed" is ours with --keys: encrypted on both ways, and checked.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import BrokerConfig
+from decoupled_diloco.common.keys import Key, new_key
 from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure
 from decoupled_diloco.common.wire import Update, encode, split
 
@@ -36,8 +41,8 @@ def run_proxy(port: int) -> None:
     zmq.proxy(source, sink)
 
 
-def run_ours(port: int) -> None:
-    broker = Broker(BrokerConfig(port=port, queue_mib=QUEUE_MESSAGES))
+def run_ours(port: int, keys: Path | None = None) -> None:
+    broker = Broker(BrokerConfig(port=port, queue_mib=QUEUE_MESSAGES, keys=keys))
     broker.start()
     broker.join()
 
@@ -65,17 +70,20 @@ def pump(up: Socket, down: Socket, frames: list[bytes | memoryview], in_flight: 
     return got
 
 
-def measure(run: object, port: int, size: str, seconds: float) -> tuple[float, float]:
+def measure(
+    run: object, *, port: int, size: str, seconds: float, syncer: Key | None = None, learner: Key | None = None
+) -> tuple[float, float]:
     """Messages a second, and microseconds of the broker's processor time for each."""
     child = multiprocessing.get_context("spawn").Process(target=run, args=(port,), daemon=True)  # type: ignore[arg-type]
     child.start()
     pid = child.pid or 0
     context: Context = zmq.Context()
     address = Address("127.0.0.1", port)
-    down = Downlink(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES)
-    up = Uplink(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES)
+    down = Downlink(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, key=learner)
+    up = Uplink(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES, key=syncer)
     try:
-        down.subscribe(b"")  # zmq.proxy hands on what receivers subscribe to; an uplink is proven by "everything" only
+        # zmq.proxy hands on what receivers subscribe to, and an uplink is proven by "everything" only
+        down.subscribe(b"" if learner is None else b"run/fragment/")
         message = Update(
             run="run", epoch=1, slot=1, t=1, fragment=3, version=2, base_version=1, codec="int4", digest="0" * 64,
             **split(bytes(SIZES[size]))[0],
@@ -102,18 +110,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of measuring, all together (default: 10)")
     parser.add_argument("--port", type=int, default=5650, help="the first of four free ports (default: 5650)")
     arguments = parser.parse_args()
-    each = arguments.seconds / (len(SIZES) * 2 * ROUNDS)
-    for size, octets in SIZES.items():
-        rows = [tuple(measure(run, arguments.port, size, each) for run in (run_ours, run_proxy)) for _ in range(ROUNDS)]
-        print(f"{size}, median of {ROUNDS} turns of {each:.2g} s")
-        speeds = []
-        for name, i in (("ours", 0), ("zmq.proxy", 1)):
-            speed, cpu = (statistics.median(row[i][figure] for row in rows) for figure in (0, 1))
-            speeds.append(speed)
-            print(
-                f"  {name:>9}: {speed:8.0f} messages/s  {speed * octets / 2**20:6.0f} MiB/s  {cpu:5.0f} us of CPU each"
-            )
-        print(f"  ratio of the speeds: {speeds[0] / speeds[1]:.2f}")
+    with tempfile.TemporaryDirectory() as folder:
+        syncer = new_key(Path(folder), role="syncer", run="run", name="syncer")
+        learner = new_key(Path(folder), role="learner", run="run", name="learner")
+        measures = {
+            "ours": partial(measure, run_ours),
+            "keyed": partial(measure, partial(run_ours, keys=Path(folder)), syncer=syncer, learner=learner),
+            "zmq.proxy": partial(measure, run_proxy),
+        }
+        for size in SIZES:
+            compare(measures, arguments.port, size, arguments.seconds / (len(SIZES) * len(measures) * ROUNDS))
+
+
+def compare(measures: dict[str, Callable[..., tuple[float, float]]], port: int, size: str, seconds: float) -> None:
+    """Measure all in turns, and print it."""
+    rows = [{name: one(port=port, size=size, seconds=seconds) for name, one in measures.items()} for _ in range(ROUNDS)]
+    print(f"{size}, median of {ROUNDS} turns of {seconds:.2g} s")
+    speeds = {}
+    for name in measures:
+        speed, cpu = (statistics.median(row[name][figure] for row in rows) for figure in (0, 1))
+        speeds[name] = speed
+        rate = speed * SIZES[size] / 2**20
+        print(f"  {name:>9}: {speed:8.0f} messages/s  {rate:6.0f} MiB/s  {cpu:5.0f} us of CPU each")
+    print(f"  speed against zmq.proxy: ours {speeds['ours'] / speeds['zmq.proxy']:.2f}, ", end="")
+    print(f"keyed {speeds['keyed'] / speeds['zmq.proxy']:.2f}")
 
 
 if __name__ == "__main__":
