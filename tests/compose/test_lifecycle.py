@@ -154,7 +154,8 @@ def test_a_learner_from_this_machine_joins_with_a_key_and_not_without(project: P
 
 def test_learners_of_another_project_join_through_this_machine_s_address(project: Project, place: Path) -> None:
     key = key_of(project, "remote", place)
-    gateway = json.loads(run("docker", "network", "inspect", "bridge"))[0]["IPAM"]["Config"][0]["Gateway"]
+    network = json.loads(run("docker", "network", "inspect", f"{project.name}_default"))[0]
+    gateway = network["IPAM"]["Config"][0]["Gateway"]
     elsewhere = Project(
         files=["compose/compose.remote.yaml"], broker=f"tcp://{gateway}:{project.port}", key_file=str(key), learners="1"
     )
@@ -181,7 +182,7 @@ def test_what_is_stopped_is_saved_and_goes_on_at_the_same_version_after_down_and
     for row in project.containers():
         assert row["State"]["ExitCode"] == 0, (row["Name"], row["State"])
     summary = json.loads(project.result("summary.json"))
-    assert summary["state"] == "stopping"
+    assert summary["state"] == "stopped"
     project.compose("down")
     assert project.containers() == []
 
