@@ -13,13 +13,15 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from .greeting import Question
+
 AGAIN_SECONDS = 2.0
 """How soon somebody who was refused calls again: his key may be known by then."""
 LOOK_SECONDS = 0.05
 """Not oftener is looked: a loop turns a thousand times a second when much arrives."""
-BROKEN_OFF = 20
-"""Connections in a row, cut in the handshake, from which it is said. Where one side has a key and the other takes none,
-some are cut before it is known why: one in three, on a busy machine up to ten in a row.
+BROKEN_OFF = 5
+"""Connections in a row, cut in the handshake, after which the broker is asked what it wants. One side with a key and
+the other without cut one in three before it is known why, and nearly all on a busy machine.
 """
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -37,7 +39,7 @@ class Refusal(Enum):
     WANTS_KEY = "wants a key: give --key FILE (see diloco keys new)"
     TAKES_NO_KEYS = "takes no keys: leave --key {file} out, or start the broker with --keys"
     UNKNOWN_KEY = "refuses the key {file} (unknown or revoked)"
-    OTHER_BROKER = "breaks each connection off: the key {file} is another broker's, or none runs behind that address"
+    OTHER_BROKER = "is not the one that the key {file} was made for: make a key where its own keys are"
     NO_BROKER = "speaks another language: no broker of this kind is at that address"
 
     def told(self, broker: str, file: Path | None) -> str:
@@ -55,6 +57,7 @@ class Handshakes:
         self._broken_off = 0
         self._look_at = 0.0
         self._again_at: float | None = None
+        self._question: Question | None = None
         place = f"inproc://handshakes-{next(NUMBERS)}"
         socket.monitor(place, EVENTS)
         self._events = context.socket(zmq.PAIR)
@@ -71,6 +74,8 @@ class Handshakes:
         while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
             self._take(int(told["event"]), int(told["value"]))
+        if self._question is not None and self._question.answer is not None:
+            self._answered(self._question.answer)
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             self._socket.disconnect(self._endpoint)
@@ -84,11 +89,11 @@ class Handshakes:
 
     def _take(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._broken_off += 1
-            if self._keyed and self._broken_off >= BROKEN_OFF:
-                self.refusal = Refusal.OTHER_BROKER
-            return  # libzmq calls again by itself
-        self._broken_off = 0
+            self._broken_off += 1  # libzmq calls again by itself
+            if self._broken_off >= BROKEN_OFF and self._question is None and self.refusal is None:
+                self._question = Question(self._endpoint)
+            return
+        self._broken_off, self._question = 0, None
         if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):  # or nobody is there at all
             self.refusal = None
             return
@@ -101,3 +106,11 @@ class Handshakes:
             self.refusal = Refusal.OTHER_BROKER
         else:
             self.refusal = Refusal.NO_BROKER
+
+    def _answered(self, mechanism: str) -> None:
+        """What a peer wants that cuts us off; one that does not even say so is no broker."""
+        self._broken_off, self._question = 0, None
+        if mechanism == "CURVE":
+            self.refusal = Refusal.OTHER_BROKER if self._keyed else Refusal.WANTS_KEY
+        elif mechanism == "NULL" and self._keyed:
+            self.refusal = Refusal.TAKES_NO_KEYS

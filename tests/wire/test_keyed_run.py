@@ -67,7 +67,8 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path, f"tcp://127.0.0.1:{port}")
     made.key("observer", "nobody")  # a folder of keys has to be there when the broker starts
     with made.stack:
-        made.start(Process(tmp_path / "broker", "broker", "--port", str(port), "--keys", str(made.keys)))
+        broker = made.start(Process(tmp_path / "broker", "broker", "--port", str(port), "--keys", str(made.keys)))
+        broker.wait_until_it_says("broker_ready")
         yield made
 
 
@@ -87,8 +88,8 @@ def test_syncer_learners_and_evaluator_train_a_run_with_one_key_each(site: Site)
 
 def test_who_has_no_good_key_is_told_so_and_ends_when_the_join_times_out(site: Site) -> None:
     unknown = site.key("learner", "u", known=False)
-    without = site.learner("a", "--join-timeout", "6")
-    wrong = site.learner("u", "--key", unknown, "--join-timeout", "6")
+    without = site.learner("a", "--join-timeout", "10")
+    wrong = site.learner("u", "--key", unknown, "--join-timeout", "10")
     assert without.wait(SECONDS) == wrong.wait(SECONDS) == 3
     assert f"the broker at {site.broker} wants a key: give --key FILE" in without.said.splitlines()[-1]
     assert f"the broker at {site.broker} refuses the key {unknown} (unknown or revoked)" in wrong.said.splitlines()[-1]

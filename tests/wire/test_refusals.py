@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.errors import PeerLost
+from decoupled_diloco.common.greeting import mechanism_of
 from decoupled_diloco.common.handshakes import BROKEN_OFF, Refusal
 from decoupled_diloco.common.keys import Key, Role, new_key, revoke
 from decoupled_diloco.common.sockets import Address, Downlink, Line, Uplink, refusal_of
@@ -164,10 +166,41 @@ def comes_back(mine: list[Line]) -> bool:
     return True
 
 
-def test_something_that_hangs_up_on_everybody_is_no_refusal_to_who_has_no_key() -> None:
-    with hangs_up() as (address, calls), lines(address, None) as mine:
-        wait_for(lambda: looked(mine) and len(calls) > 2 * len(mine) * BROKEN_OFF, "it hung up often")
+@pytest.mark.parametrize("with_key", [False, True])
+def test_something_that_hangs_up_on_everybody_is_no_broker_that_refuses(place: Place, *, with_key: bool) -> None:
+    with hangs_up() as (address, calls), lines(address, place.new() if with_key else None) as mine:
+        wait_for(lambda: looked(mine) and len(calls) > 3 * len(mine) * BROKEN_OFF, "it hung up often")
         assert refusal_of(mine, str(address), None) == ""
+
+
+def test_a_broker_is_asked_what_it_wants_where_it_hangs_up_before_that_is_heard(place: Place) -> None:
+    with keyed(place) as address:
+        assert {mechanism_of(e) for e in endpoints(address)} == {"CURVE"}
+        with lines(address, None) as mine:
+            cut_off(mine)
+            assert {line.refusal for line in mine} == {Refusal.WANTS_KEY}
+    with broker(free_ports()) as address:
+        assert {mechanism_of(e) for e in endpoints(address)} == {"NULL"}
+        with lines(address, place.new()) as mine:
+            cut_off(mine)
+            assert {line.refusal for line in mine} == {Refusal.TAKES_NO_KEYS}
+    assert mechanism_of(f"tcp://127.0.0.1:{free_ports()}") == ""
+
+
+def endpoints(address: Address) -> list[str]:
+    return [address.control_in, address.control_out, address.bulk_in, address.bulk_out]
+
+
+def cut_off(mine: list[Line]) -> None:
+    """Let all of them be cut off again and again, as on a busy machine, and hear nothing else."""
+    for line in mine:
+        handshakes = line._handshakes
+        for _ in range(BROKEN_OFF):
+            handshakes._take(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0)
+        question = handshakes._question
+        assert question is not None
+        wait_for(lambda question=question: question.answer is not None, "the broker answers")  # type: ignore[misc]
+        handshakes._answered(question.answer or "")
 
 
 def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
@@ -180,7 +213,7 @@ def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
 
             def told() -> bool:
                 syncer.wait(0.01)
-                return "breaks each connection off: the key" in syncer.refusal
+                return "is not the one that the key" in syncer.refusal
 
             wait_for(told, "the syncer is told")
         finally:
