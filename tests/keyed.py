@@ -155,10 +155,9 @@ class Insider:
         wait_for(welcomed, f"{self.name} is welcomed")
 
     def close(self) -> None:
-        for socket in self.up.values():
-            socket.close()
+        """Also what a failed test left open."""
         self.down.close()
-        self.context.term()
+        self.context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
