@@ -21,6 +21,7 @@ from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
 from .compose.settings import UpConfig
+from .simulator.commands import simulate
 
 NICENESS = 10
 """Of the evaluator: on a busy machine a learner's thread gets about ten times as much as this one."""
@@ -293,6 +294,7 @@ def report(run: str) -> int:
 
 
 group.add_command(keys)
+group.add_command(simulate)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

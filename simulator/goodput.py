@@ -1,0 +1,145 @@
+"""Goodput and uptime of a whole cluster under failures, without a model: three systems beside each other.
+
+goodput: share of the allocated time of all slices in which they made useful steps. uptime: share of time in which
+anybody did. (Paper section 3.3 and Table 1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from .failures import Absence, Group, Stretch, days, site_outages
+from .settings import FailureModel, GoodputPlan
+
+System = Literal["rigid", "elastic", "decoupled"]
+"""Data-parallel without elasticity, elastic data-parallel, and learners that do not wait for one another."""
+CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
+TABLE_1: dict[tuple[System, int], tuple[tuple[int, int], ...]] = {
+    ("rigid", 1): ((72, 72), (57, 57), (38, 38), (27, 27), (18, 18)),
+    ("elastic", 1): ((88, 88), (80, 81), (69, 69), (58, 59), (40, 42)),
+    ("decoupled", 2): ((94, 100), (88, 97), (80, 96), (70, 90), (54, 80)),
+    ("decoupled", 4): ((96, 100), (93, 100), (89, 99), (82, 99), (73, 99)),
+    ("decoupled", 8): ((98, 100), (96, 100), (94, 100), (88, 100), (80, 99)),
+    ("decoupled", 16): ((99, 100), (98, 100), (96, 100), (93, 100), (86, 99)),
+}
+"""The paper's Table 1: (goodput, uptime) in percent at CHIPS."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Shares from 0 to 1."""
+
+    goodput: float
+    uptime: float
+
+
+def simulate(system: System, learners: int, chips: int, model: FailureModel, *, steps: int, seed: int) -> Outcome:
+    """One run as long as `steps` inner steps. Data-parallel systems are one group, whatever `learners` says."""
+    groups = learners if system == "decoupled" else 1
+    seconds = steps * model.step_seconds
+    useful, lives = 0.0, []
+    for number in range(groups):
+        rng = np.random.default_rng((seed, 0, number))
+        absences = list(_absences(model, number, groups, seconds, seed))
+        group = Group(model, chips / groups, rng, absences, elastic=system != "rigid")
+        busy = _joined(group.life(seconds), seconds)
+        lives.append(busy.intervals)
+        useful += busy.useful_seconds
+    return Outcome(useful / (groups * seconds), _union(lives) / seconds)
+
+
+@dataclass(frozen=True)
+class _Busy:
+    intervals: list[tuple[float, float]]
+    useful_seconds: float
+
+
+def _joined(life: Iterable[Stretch], seconds: float) -> _Busy:
+    """Stretches that touch become one interval: memory is O(interruptions)."""
+    intervals: list[tuple[float, float]] = []
+    useful = 0.0
+    for stretch in life:
+        end = min(stretch.end, seconds)
+        useful += stretch.share * stretch.useful_seconds * (end - stretch.start) / (stretch.end - stretch.start)
+        if intervals and stretch.start <= intervals[-1][1]:
+            intervals[-1] = (intervals[-1][0], end)
+        else:
+            intervals.append((stretch.start, end))
+    return _Busy(intervals, useful)
+
+
+def _union(lives: Iterable[list[tuple[float, float]]]) -> float:
+    """Seconds covered by at least one interval."""
+    covered, reached = 0.0, 0.0
+    for start, end in sorted(interval for life in lives for interval in life):
+        if end > reached:
+            covered += end - max(start, reached)
+            reached = end
+    return covered
+
+
+def _absences(model: FailureModel, number: int, groups: int, seconds: float, seed: int) -> Iterator[Absence]:
+    """What takes many slices of group `number` away together. One group is spread over all sites, else each has one."""
+    sites = range(model.sites) if groups == 1 else [number % model.sites]
+    for site in sites:
+        for start, end in site_outages(model, site, seconds, seed):
+            yield Absence(start, end, 1.0 / len(sites))
+    if groups == 1:
+        yield from (Absence(start, end, model.scavenged_share) for start, end in days(model, seconds))
+    elif number >= round(groups * (1 - model.scavenged_share)):
+        yield from (Absence(start, end, 1.0) for start, end in days(model, seconds))
+
+
+def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, Outcome]:
+    """The three systems on the same chips."""
+    systems: tuple[System, ...] = ("rigid", "elastic", "decoupled")
+    return {
+        system: simulate(system, plan.learners, plan.chips, model, steps=plan.simulated_steps, seed=plan.seed)
+        for system in systems
+    }
+
+
+def table_1(model: FailureModel, *, steps: int, seed: int) -> list[dict[str, Any]]:
+    """The cells of the paper's Table 1 beside ours, all as shares."""
+    cells = []
+    for (system, learners), row in TABLE_1.items():
+        for chips, (goodput, uptime) in zip(CHIPS, row, strict=True):
+            ours = simulate(system, learners, chips, model, steps=steps, seed=seed)
+            cells.append(
+                {
+                    "system": system, "learners": learners, "chips": chips,
+                    "goodput": round(ours.goodput, 4), "uptime": round(ours.uptime, 4),
+                    "paper_goodput": goodput / 100, "paper_uptime": uptime / 100,
+                }
+            )  # fmt: skip
+    return cells
+
+
+def worst_difference(cells: Iterable[dict[str, Any]]) -> float:
+    """The largest distance from the paper in any cell, as a share."""
+    return max(abs(float(c[what]) - float(c[f"paper_{what}"])) for c in cells for what in ("goodput", "uptime"))
+
+
+def sensitivity(model: FailureModel, *, steps: int, seed: int, by: float = 0.25) -> list[dict[str, Any]]:
+    """What a fourth more or less of each parameter does to goodput, in the mean over Table 1's cells, as shares."""
+    idle = {"sites", *([] if model.slowdowns_a_chip_year else ["slowdown_seconds", "slowdown_factor"])}
+    idle |= {
+        *([] if model.site_failures_a_year else ["site_seconds"]),
+        *([] if model.scavenged_share else ["night_hours"]),
+    }
+    rows = []
+    for field in fields(FailureModel):
+        value = getattr(model, field.name)
+        if not value or field.name in idle:
+            continue
+        row: dict[str, Any] = {"parameter": field.name, "value": value}
+        for name, factor in (("less", 1 - by), ("more", 1 + by)):
+            changed = replace(model, **{field.name: type(value)(value * factor)})
+            cells = table_1(changed, steps=steps, seed=seed)
+            row[name] = round(sum(c["goodput"] for c in cells) / len(cells), 4)
+        rows.append(row)
+    return rows

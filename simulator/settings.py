@@ -1,0 +1,135 @@
+"""What is asked of the simulator: frozen, checked, and without anything heavy, so that `--help` need not wait."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..common.config import CODECS, CodecName
+from ..common.errors import SettingError
+from ..common.wire import MAX_COUNT
+
+YEAR_SECONDS = 365.25 * 86_400.0
+PUBLISHED_PARAMETERS = 5.03e9
+"""The paper's 5B model, as its data-parallel figures imply it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoodputPlan:
+    """The cluster that is asked about."""
+
+    chips: int = 1_200_000
+    """Chips of the whole cluster."""
+    learners: int = 8
+    """Learners among which a decoupled run divides them, M."""
+    simulated_steps: int = 5000
+    """Length of the simulated time, in inner steps."""
+    seed: int = 0
+    """Of the failures."""
+
+    def __post_init__(self) -> None:
+        for name in ("chips", "learners", "simulated_steps"):
+            _more_than(self, name, 0, inclusive=False)
+        if self.learners > self.chips:
+            raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureModel:
+    """What happens to chips. All seconds are virtual."""
+
+    mtbi_years: float = 1.0
+    """Mean time between interruptions of one chip, in years (paper: 1)."""
+    slice_chips: int = 256
+    """Chips in a slice: they are lost and come back together."""
+    step_seconds: float = 5.5
+    """An inner step on chips of mean speed."""
+    downscale_seconds: float = 15.5
+    """The pause in which a group goes on with fewer slices."""
+    upscale_seconds: float = 10.0
+    """The pause in which a group takes slices back."""
+    restart_seconds: float = 81.0
+    """Without elasticity: from a failure until all slices step again."""
+    return_seconds: float = 1100.0
+    """Scale of the time until a failed slice is back."""
+    return_shape: float = 0.6
+    """Weibull shape of that time: 1 = exponential, below 1 = some are away for very long."""
+    return_power: float = 1.5
+    """Its exponent: the distribution is (1 - exp(-(x / scale)^shape))^power."""
+    speed_spread: float = 0.0
+    """Relative standard deviation of a chip's constant speed; a group steps at the pace of its slowest chip."""
+    slowdowns_a_chip_year: float = 0.0
+    """Transient slowdowns of each chip, a year."""
+    slowdown_seconds: float = 300.0
+    """Mean length of one."""
+    slowdown_factor: float = 1.5
+    """How many times as long a step takes meanwhile, for the whole group."""
+    sites: int = 1
+    """Places over which slices, or learners, are spread evenly."""
+    site_failures_a_year: float = 0.0
+    """Failures of a whole site, a year and site."""
+    site_seconds: float = 3600.0
+    """Mean length of one."""
+    scavenged_share: float = 0.0
+    """Share of the slices, or learners, that are there only at night."""
+    night_hours: float = 12.0
+    """Hours a day in which they are there."""
+
+    def __post_init__(self) -> None:
+        for name in ("mtbi_years", "slice_chips", "step_seconds", "return_seconds", "return_shape", "return_power",
+                     "sites", "slowdown_factor", "slowdown_seconds", "site_seconds"):  # fmt: skip
+            _more_than(self, name, 0.0, inclusive=False)
+        for name in ("downscale_seconds", "upscale_seconds", "restart_seconds", "speed_spread",
+                     "slowdowns_a_chip_year", "site_failures_a_year", "scavenged_share", "night_hours"):  # fmt: skip
+            _more_than(self, name, 0.0, inclusive=True)
+        if self.scavenged_share > 1 or self.night_hours > 24:
+            raise SettingError("--scavenged-share is at most 1, and --night-hours at most 24")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What is asked: a model, a pace, and how much of the time chips are to compute."""
+
+    params: float = PUBLISHED_PARAMETERS
+    """Parameters of the model, N."""
+    step_seconds: float = 1.0
+    """Length of an inner step, T."""
+    sites: int = 2
+    """Places that are connected by the network in question, D; one learner each in `this system`."""
+    codec_up: CodecName = "int4"
+    """How progress travels to the syncer."""
+    codec_down: CodecName = "int4"
+    """How merged fragments travel back."""
+    sync_every: int = 24
+    """H, in steps: the whole model is synchronized once in so many."""
+    fragments: int = 24
+    """P, parts that the model is cut into."""
+    overlap: int = 2
+    """tau, in steps: how long a fragment's transfer may take behind computing."""
+    utilization: float = 0.95
+    """Share of the time in which chips compute, below 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("params", "step_seconds", "sites", "sync_every", "fragments", "overlap"):
+            if not 0 < getattr(self, name) < MAX_COUNT:
+                raise SettingError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+        if not 0 < self.utilization < 1:
+            raise SettingError(f"--utilization must lie between 0 and 1, not {self.utilization}")
+        if self.fragments > self.params:
+            raise SettingError(f"--fragments {self.fragments} are more than the model has parameters")
+        for codec in (self.codec_up, self.codec_down):
+            if codec not in CODECS:
+                raise SettingError(f"no codec is named {codec!r}; there are {', '.join(CODECS)}")
+
+    @property
+    def exposed_seconds(self) -> float:
+        """e = T (1 / utilization - 1): how long a step may wait for the network."""
+        return self.step_seconds * (1 / self.utilization - 1)
+
+
+def _more_than(settings: object, name: str, low: float, *, inclusive: bool) -> None:
+    value = getattr(settings, name)
+    fine = value >= low if inclusive else value > low
+    if not (math.isfinite(value) and fine):
+        option = "--" + name.replace("_", "-")
+        raise SettingError(f"{option} must be {'at least' if inclusive else 'more than'} {low:g}, not {value}")
