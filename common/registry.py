@@ -23,7 +23,8 @@ __all__ = ["Keys", "Registry", "check_connection", "list_runs", "read_status", "
 
 _WHOLE = re.compile(r"-?\d{1,19}")
 _REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
-_COUNTER = re.compile(r"\d{1,16}")
+_COUNTER = re.compile(r"\d{1,14}")
+"""No run comes further. Whoever wrote more into the store would drive epochs and versions to where no message can."""
 _TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash")
 """Fields that stay text although one may look like a number."""
 _FRAGMENTS_AT_ONCE = 256

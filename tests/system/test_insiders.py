@@ -6,7 +6,7 @@ import contextlib
 import socket as network
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -243,12 +243,13 @@ def test_while_one_key_holder_floods_the_others_train_on(run: KeyedRun, mallory:
     spent: dict[str, Any] = dict.fromkeys(
         ("step_seconds", "last_step_age_seconds", "inner_seconds", "session_seconds", "since_first_step_seconds"), 0.5
     )
-    frames, plane = {
+    kinds: dict[str, tuple[Sequence[bytes | memoryview], Plane]] = {
         "what nobody may send": (encode(Delta(**(who | {"name": "a"}), **order, **big)), Plane.BULK),
         "answers that are none": (encode(Delta(**who, **order, **big)), Plane.BULK),
         "requests": ([f"{RUN}/fetch/mallory/".encode(), b"\x80"], Plane.CONTROL),
         "signs of life": (encode(Alive(**who, epoch=1, local_steps=1, tokens=1, **spent)), Plane.CONTROL),
-    }[what]
+    }
+    frames, plane = kinds[what]
     before = run.memory_mib()
     with Meanwhile(lambda: mallory.publish(frames, plane)) as flood:
         run.wait_for_merges(10, "under the flood")

@@ -339,6 +339,14 @@ def test_garbage_in_the_store_counts_as_nothing(house: House) -> None:
     assert house.registry.stored_versions() == {0: 0, 1: 12}
 
 
+def test_nobody_can_drive_epochs_or_versions_through_the_store_to_where_no_message_can(house: House) -> None:
+    house.client.set(KEYS.epoch, str(2**53 - 1))
+    house.client.hset(KEYS.fragment(0), "version", str(2**53))
+    house.client.hset(KEYS.fragment(1), "version", "12")
+    assert house.registry.stored_epoch() == 0
+    assert house.registry.stored_versions() == {1: 12}
+
+
 def test_without_a_url_every_method_does_nothing() -> None:
     registry = Registry(None, "run", logger_into([]))
     registry.publish_run(step=1)
