@@ -260,7 +260,7 @@ class Syncer:
             return True
         self.current.phase = "stopping"
         served.rounds.pause()
-        return real - self._stop_at >= self.parts.config.stop_seconds
+        return served.rounds.hopeless() or real - self._stop_at >= self.parts.config.stop_seconds
 
     def _known_to_all(self, served: Served, waited: float) -> bool:
         now = self.parts.clock.now()

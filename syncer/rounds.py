@@ -235,6 +235,10 @@ class Rounds:
         """How many learners a round can count on now; below the quorum nothing is merged."""
         return len(self.members.awaited())
 
+    def hopeless(self) -> bool:
+        """No open call can be merged by those who are here now: whoever stops need not wait for one."""
+        return self.may_answer() < self.settings.quorum and all(call.quorum_at is None for call in self.calls.values())
+
     # --- what became of a Merge --------------------------------------------------------------------------------------
     def merged(self, merge: Merge, seconds: float) -> None:
         """The merge made the next version: book its intervals and close the call."""

@@ -524,3 +524,18 @@ def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_wa
     house.stop()
     last = a.wait(Beat, lambda beat: beat.state == "stopping" and not beat.calls)
     assert last.versions == tuple(versions(house))
+
+
+def test_a_syncer_that_is_stopped_waits_for_no_answer_when_everybody_has_left(tmp_path: Path) -> None:
+    with syncer_house(tmp_path) as house:
+        house.stop()
+        house.start(stop_seconds=600)
+        a = house.learner("a")
+        a.join()
+        a.call()
+        a.goodbye("left")
+        wait_for(lambda: not house.syncer.current.served.rounds.members.live(), "it has left")  # type: ignore[union-attr]
+        assert house.syncer.current.served.rounds.calls  # type: ignore[union-attr]
+        house.syncer.stop()
+        wait_for(lambda: not house._thread.is_alive(), "the syncer ends")
+        assert house.failure == []
