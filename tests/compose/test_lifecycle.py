@@ -8,11 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import zmq
 from composed import BUILT, FOR_EVER, START_SECONDS, Project, run
+from decoupled_diloco.common.sockets import Address
+from decoupled_diloco.common.wire import Plane
 from house import Process
+from keyed import Insider, KeyedRun
 from waiting import wait_for
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
@@ -21,7 +26,7 @@ SERVICES = {"keys", "redis", "broker", "syncer", "learner", "evaluator"}
 
 @pytest.fixture(scope="module")
 def project(images: None) -> Iterator[Project]:
-    with Project(steps=FOR_EVER, exit_when_idle_seconds="0") as project:
+    with Project(steps=FOR_EVER, exit_when_idle_seconds="0", broker_memory="256m") as project:
         project.up()
         yield project
 
@@ -164,6 +169,30 @@ def test_learners_of_another_project_join_through_this_machine_s_address(project
         elsewhere.up()
         wait_for(lambda: any(name.startswith("remote-") for name in project.learners()), "it is here", START_SECONDS)
     wait_for(lambda: len(project.learners()) == 2, "only the own ones are here again", START_SECONDS)
+
+
+def test_an_endless_message_ends_the_broker_at_its_memory_limit_and_everybody_goes_on(
+    project: Project, place: Path
+) -> None:
+    before = project.wait_for_merges()
+    key = key_of(project, "mallory", place)
+    (broker,) = project.containers("broker")
+    part = bytes(2**20)
+    there = cast("KeyedRun", SimpleNamespace(address=Address("127.0.0.1", project.port)))
+    with Insider(there, key) as mallory:
+        for _ in range(512):  # twice the limit; libzmq keeps the parts of a message until the last one is there
+            mallory.up[Plane.BULK].send(part, zmq.SNDMORE, copy=False)
+        mallory.up[Plane.BULK].send(b"")  # the first byte of it leaves only now
+
+        def again() -> bool:
+            (row,) = project.containers("broker")
+            return bool(row["RestartCount"] > broker["RestartCount"] and row["State"]["Running"])
+
+        wait_for(again, "the broker is killed and starts again", START_SECONDS)
+        project.compose("run", "--rm", "-T", "keys", "revoke", "--role", "learner", "--name", "mallory")
+    wait_for(lambda: len(project.learners()) == 2, "both learners are here", START_SECONDS)
+    after = project.wait_for_merges()
+    assert all(new > old for new, old in zip(after, before, strict=True)), "versions go on, never back"
 
 
 def test_everybody_is_found_healthy_by_a_round_trip(project: Project) -> None:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from composed import ROOT, START_SECONDS, Project
+from composed import FILE, ROOT, START_SECONDS, Project
 from waiting import wait_for
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
@@ -53,7 +53,15 @@ def test_the_section_pasted_line_by_line_works_beside_a_second_project(build_fil
     up, look, status, scale, key, join, copy, down = COMMANDS
     assert up == "docker compose -f compose/compose.yaml up --build"
     # Below the quorum nothing is merged: the run cannot end before everybody has come, however slow this machine is.
-    with Project(steps="240", quorum=str(LEARNERS)) as project, Project(steps="48") as second:
+    results, text = place / "second", place / "text.txt"
+    results.mkdir()
+    results.chmod(0o777)
+    text.write_text(SECTION * 100)
+    files = [FILE, "compose/compose.text.yaml"]
+    with (
+        Project(steps="96", quorum=str(LEARNERS)) as project,
+        Project(files=files, text=str(text), results=str(results), steps="48") as second,
+    ):
         project.files += build_files
         terminal = Terminal(project, place)
         first = project.attach(*shlex.split(up)[4:], says=place / "first.txt")
@@ -73,17 +81,16 @@ def test_the_section_pasted_line_by_line_works_beside_a_second_project(build_fil
             codes = {row["Name"]: row["State"]["ExitCode"] for row in ended.containers()}
             assert set(codes.values()) == {0}, codes
         assert len(json.loads(project.result("summary.json"))["learners"]) == LEARNERS
-        check_results(second, place / "second")
+        check_results(results / "run")
+        assert json.loads((results / "run" / "text.json").read_text())["source"] == "/text"
         terminal.run(copy)
-        check_results(project, place / "results")
+        check_results(place / "results")
         terminal.run(down)
         assert project.containers() == []
 
 
-def check_results(project: Project, folder: Path) -> None:
-    """Model, figures, curve and picture of a finished run, copied to `folder`."""
-    if not folder.exists():
-        project.compose("cp", "syncer:/results/run", str(folder))
+def check_results(folder: Path) -> None:
+    """Model, figures, curve and picture of a finished run."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["state"] == "finished"
     assert summary["tokens_merged"] > 0
