@@ -110,6 +110,7 @@ def _named(ctx: click.Context, sentence: str) -> str:
         if (
             not times
             and isinstance(value, str | Path)
+            and name != "run"  # a run's name is a word that may stand there by chance
             and re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", sentence)
         ):
             sentence = f"{sentence.removesuffix('.')} (from {variable(name)})"

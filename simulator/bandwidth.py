@@ -18,12 +18,12 @@ from ..common.wire import (
     Alive,
     Beat,
     Call,
+    Chunked,
     Delta,
     Keyframe,
     Message,
     Update,
     chunk_count,
-    chunk_range,
     encode,
 )
 from .settings import Link
@@ -70,7 +70,7 @@ def published(link: Link, method: Method, bits: float) -> float:
     seconds = {
         "data-parallel": e + BACKWARD_SHARE * T,
         "diloco": H * e,
-        "streaming": H * (e + min(1.0, link.overlap * link.fragments / H) * T),
+        "streaming": H * (e + min(1.0, link.overlap * link.parts / H) * T),
         "decoupled": PUBLISHED_SYNC_EVERY * e + PUBLISHED_HIDDEN_STEPS * T,
     }[method]
     return volume / seconds / 1e9
@@ -113,10 +113,10 @@ def traffic(settings: RunSettings, lengths: Sequence[int], learners: int, task: 
     def weighs(message: Message) -> int:
         return sum(len(frame) for frame in encode(message))
 
-    def chunks(kind: type[Message], size: int, **more: Any) -> int:
+    def chunks(kind: type[Chunked], size: int, **more: Any) -> int:
         count = chunk_count(size)
-        rows = [{"size": size, "chunk": n, "chunks": count, **chunked, **header, **more} for n in range(count)]
-        return sum(weighs(kind(**row)) + len(chunk_range(size, n)) for n, row in enumerate(rows))
+        heading = weighs(kind(size=size, chunk=count - 1, chunks=count, **chunked, **header, **more))
+        return count * heading + size  # the numbers in the headers of large payloads are about equally long
 
     up = [
         chunks(
@@ -161,7 +161,7 @@ def this_system(link: Link) -> dict[str, float]:
     A fragment's transfer may hide behind `overlap` steps and wait for what utilization leaves; links carry both
     directions at once, so that the larger one counts. In no case less than what arises in a second.
     """
-    P, H = link.fragments, link.sync_every
+    P, H = link.parts, link.sync_every
     length = -(-int(link.params / P) // ALIGN) * ALIGN
     settings = RunSettings(sync_every=H, codec_up=link.codec_up, codec_down=link.codec_down)
     weights = traffic(settings, [length] * P, link.sites)

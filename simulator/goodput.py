@@ -6,6 +6,7 @@ anybody did. (Paper section 3.3 and Table 1.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -138,7 +139,8 @@ def sensitivity(model: FailureModel, *, steps: int, seed: int, by: float = 0.25)
             continue
         row: dict[str, Any] = {"parameter": field.name, "value": value}
         for name, factor in (("less", 1 - by), ("more", 1 + by)):
-            changed = replace(model, **{field.name: type(value)(value * factor)})
+            most = {"scavenged_share": 1.0, "night_hours": 24.0}.get(field.name, math.inf)
+            changed = replace(model, **{field.name: type(value)(min(most, value * factor))})
             cells = table_1(changed, steps=steps, seed=seed)
             row[name] = round(sum(c["goodput"] for c in cells) / len(cells), 4)
         rows.append(row)

@@ -30,6 +30,7 @@ class GoodputPlan:
     def __post_init__(self) -> None:
         for name in ("chips", "learners", "simulated_steps"):
             _more_than(self, name, 0, inclusive=False)
+        _more_than(self, "seed", 0, inclusive=True)
         if self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
 
@@ -102,24 +103,29 @@ class Link:
     """How merged fragments travel back."""
     sync_every: int = 24
     """H, in steps: the whole model is synchronized once in so many."""
-    fragments: int = 24
-    """P, parts that the model is cut into."""
+    fragments: int = 0
+    """P, parts that the model is cut into. 0 = as many as sync_every."""
     overlap: int = 2
     """tau, in steps: how long a fragment's transfer may take behind computing."""
     utilization: float = 0.95
     """Share of the time in which chips compute, below 1."""
 
     def __post_init__(self) -> None:
-        for name in ("params", "step_seconds", "sites", "sync_every", "fragments", "overlap"):
+        for name in ("params", "step_seconds", "sites", "sync_every", "overlap"):
             if not 0 < getattr(self, name) < MAX_COUNT:
                 raise SettingError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
         if not 0 < self.utilization < 1:
             raise SettingError(f"--utilization must lie between 0 and 1, not {self.utilization}")
-        if self.fragments > self.params:
-            raise SettingError(f"--fragments {self.fragments} are more than the model has parameters")
+        if not 0 <= self.fragments <= self.params:
+            raise SettingError(f"--fragments {self.fragments} is negative, or more than the model has parameters")
         for codec in (self.codec_up, self.codec_down):
             if codec not in CODECS:
                 raise SettingError(f"no codec is named {codec!r}; there are {', '.join(CODECS)}")
+
+    @property
+    def parts(self) -> int:
+        """P."""
+        return self.fragments or self.sync_every
 
     @property
     def exposed_seconds(self) -> float:

@@ -19,6 +19,9 @@ from ..common.wire import Assembly, Hello, Seed, unpack
 from .ledger import Who
 from .members import SILENCE_SECONDS, Members
 
+STUCK_SECONDS = 60.0
+"""A chosen learner that says Hello, and sends no chunk of version 0 for so long, is chosen no more."""
+STUCK_NAMES = 1000
 COPIES = 3
 """f32 copies of the model that the syncer holds at the least: as it arrives, Theta, and the residual."""
 
@@ -39,6 +42,8 @@ class Seeding:
     who: Who
     plan: Plan
     heard_at: float
+    progress_at: float
+    """When the last chunk came, or it was chosen."""
     assemblies: dict[int, Assembly] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +87,8 @@ class Joining:
         self.plan = plan
         self.seeding: Seeding | None = None
         self.finished = False
+        self._stuck: set[str] = set()
+        """Names that were chosen to send version 0 and stopped sending."""
 
     def reply(self, hello: Hello, members: Members, now: float) -> Reply:
         """The answer to `hello`; Malformed if its layout is not what it must be."""
@@ -105,19 +112,28 @@ class Joining:
         if hello.role == "observer" or not hello.bulk_proven:
             return Reply("wait", "the run has no version 0 yet")
         who = (hello.name, hello.incarnation)
-        if self.seeding is not None and now - self.seeding.heard_at >= SILENCE_SECONDS:
+        if self.seeding is not None and self._lapses(self.seeding, now):
             self.seeding = None
+        if self.seeding is None and hello.name in self._stuck:
+            return Reply("wait", "you were chosen to send version 0, and did not: somebody else has to")
         if self.seeding is None:
             try:
                 plan = plan_for(layout_of(hello), self.settings)
                 check_memory(plan)
             except SettingError as wrong:
                 return Reply("refused", str(wrong))
-            self.seeding = Seeding(who, plan, now)
+            self.seeding = Seeding(who, plan, heard_at=now, progress_at=now)
         if self.seeding.who != who:
             return Reply("wait", f"{self.seeding.who[0]} is sending version 0")
         self.seeding.heard_at = now
         return Reply("seed", missing=self.seeding.missing())
+
+    def _lapses(self, seeding: Seeding, now: float) -> bool:
+        """The choice is over with who fell silent, and with who goes on saying Hello and sends nothing."""
+        if now - seeding.progress_at >= STUCK_SECONDS and len(self._stuck) < STUCK_NAMES:
+            self._stuck.add(seeding.who[0])
+            return True
+        return now - seeding.heard_at >= SILENCE_SECONDS
 
     def seed(self, message: Seed, now: float) -> Seeding | None:
         """Take one chunk of version 0; the complete Seeding when it was the last one. Malformed on any misfit."""
@@ -128,6 +144,7 @@ class Joining:
         assembly = seeding.assemblies.get(message.fragment)
         if assembly is None:
             raise Malformed("fragment", f"{message.fragment}")
+        seeding.progress_at = now
         if assembly.missing and assembly.add(message) and _sha256(assembly.payload) != message.digest:
             seeding.assemblies[message.fragment] = Assembly(assembly.size)
             raise Malformed("digest", f"version 0 of fragment {message.fragment}")

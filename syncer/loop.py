@@ -58,7 +58,9 @@ class Syncer:
 
     def run(self) -> None:
         """From the first look at the disk to the last save. SaveFailed if the disk does not hold the end."""
-        begin(self.parts, self.current, lambda: self._stop_at is not None)
+        if not begin(self.parts, self.current, lambda: self._stop_at is not None):
+            self.parts.writer.close(SAVE_SECONDS)
+            return
         self._resumed()
         while not self._over():
             self._turn()

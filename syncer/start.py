@@ -14,8 +14,9 @@ from .state import GlobalState
 from .survey import Survey
 
 
-def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
-    """After this the epoch is durable and, where the directory holds a run, it is served again.
+def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> bool:
+    """After this the epoch is durable and, where the directory holds a run, it is served again. False, and nothing was
+    said or written, if it was `stopped` meanwhile: who has not heard everything must not speak.
 
     SettingError if the directory is not ours to use, or is empty while the run exists elsewhere.
     """
@@ -25,10 +26,12 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
     if restored is None and parts.config.init is not None:
         check_model_file(parts.config.init)
     survey = parts.listening.survey(stopped)
+    if stopped():
+        return False
     stored_epoch = teller.registry.stored_epoch()
     if restored is None:
         _refuse_foreign(parts, run, survey)
-    run.epoch = 1 + max(parts.checkpoints.epoch(), stored_epoch, survey.epoch)
+    run.epoch = 1 + max(stored_epoch, survey.epoch(parts.checkpoints.epoch()))
     parts.checkpoints.write_epoch(run.epoch)
     teller.registry.write_epoch(run.epoch)
     if restored is not None:
@@ -37,6 +40,7 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> None:
     teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
     for sentence in run.settings.advice():
         teller.warn("advice", sentence=sentence)
+    return True
 
 
 def serve(parts: Parts, run: Run, state: GlobalState) -> Served:
@@ -58,7 +62,7 @@ def _refuse_foreign(parts: Parts, run: Run, survey: Survey) -> None:
             f"run {name} is already served on {parts.config.broker}, and {where} holds nothing of it; "
             "take another --run name, or give the directory that it began in"
         )
-    if any(survey.versions.values()):
+    if survey.knows_merges:
         raise SettingError(
             f"learners of run {name} are on {parts.config.broker}, and {where} holds nothing of it; "
             "give the directory that it began in, or stop those learners and begin again"
@@ -76,7 +80,7 @@ def _resume(parts: Parts, run: Run, restored: Restored, survey: Survey) -> None:
     for warning in restored.warnings:
         teller.warn("checkpoint_damaged", sentence=warning)
     stored = teller.registry.stored_versions()
-    versions = [1 + max(v, stored.get(p, 0), survey.versions.get(p, 0)) for p, v in enumerate(state.versions)]
+    versions = [1 + max(stored.get(p, 0), survey.version(p, v)) for p, v in enumerate(state.versions)]
     undone = sum(new - 1 - old for new, old in zip(versions, state.versions, strict=True))
     state.renumber(versions)
     served = serve(parts, run, state)

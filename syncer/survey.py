@@ -13,32 +13,41 @@ from .lines import Lines
 WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
 """How often an absent broker is told of."""
-FAR = 2**48
-"""No run comes to such an epoch or version. Whoever states one would drive ours, for ever, to where no message can."""
+LEAP = 2**32
+"""No run gets so far beyond what is on the disk. Whoever states more could drive it to where no message can go."""
+SENDERS = 10_000
+"""Of so many learners is kept what they hold."""
 
 
 @dataclass
 class Survey:
-    """The highest epoch heard, and per fragment the highest version that any learner holds."""
+    """What syncer and learners of the run said of its epoch and of the versions that they hold."""
 
-    epoch: int = 0
-    versions: dict[int, int] = field(default_factory=dict)
     rival: Beat | None = None
     """A Beat of another syncer of this run."""
+    _said: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Sender -> (epoch, versions), each the last; '' is the syncer."""
 
     def take(self, message: object) -> None:
         if isinstance(message, Beat):
             self.rival = message
-            self._versions(message.epoch, message.versions)
-        elif isinstance(message, Alive):
-            self._versions(message.epoch, message.versions)
+            self._said[""] = (message.epoch, message.versions)
+        elif isinstance(message, Alive) and (message.name in self._said or len(self._said) < SENDERS):
+            self._said[message.name] = (message.epoch, message.versions)
 
-    def _versions(self, epoch: int, versions: tuple[int, ...]) -> None:
-        if max((epoch, *versions)) > FAR:
-            return
-        self.epoch = max(self.epoch, epoch)
-        for p, version in enumerate(versions):
-            self.versions[p] = max(self.versions.get(p, 0), version)
+    @property
+    def knows_merges(self) -> bool:
+        """Somebody holds more than version 0."""
+        return any(version for _, versions in self._said.values() for version in versions)
+
+    def epoch(self, known: int) -> int:
+        """The highest epoch heard, `known` at least; what leads beyond it by more than LEAP is not believed."""
+        return max([known, *(epoch for epoch, _ in self._said.values() if epoch <= known + LEAP)])
+
+    def version(self, fragment: int, known: int) -> int:
+        """The same for the version of a fragment."""
+        heard = (versions[fragment] for _, versions in self._said.values() if fragment < len(versions))
+        return max([known, *(version for version in heard if version <= known + LEAP)])
 
 
 class Listening:

@@ -63,7 +63,7 @@ def test_the_whole_model_in_int4_each_24_steps_is_half_a_byte_a_parameter_and_it
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("params", 0.0), ("step_seconds", 0.0), ("sites", 0), ("sync_every", 0), ("fragments", 0), ("overlap", 0),
+    [("params", 0.0), ("step_seconds", 0.0), ("sites", 0), ("sync_every", 0), ("fragments", -1), ("overlap", 0),
      ("utilization", 0.0), ("utilization", 1.0), ("utilization", 1.5)],
 )  # fmt: skip
 def test_a_link_that_cannot_be_is_refused_by_the_name_of_its_option(option: str, value: float) -> None:

@@ -12,7 +12,7 @@ from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Hello, Seed, split
-from decoupled_diloco.syncer.joining import Joining, layout_of
+from decoupled_diloco.syncer.joining import STUCK_SECONDS, Joining, layout_of
 from decoupled_diloco.syncer.members import SILENCE_SECONDS, Members
 
 SETTINGS = RunSettings(run="run", fragments=1, overlap=1)
@@ -51,6 +51,20 @@ def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:
         joining.seed(seed("a", bytes(512)), 2 * SILENCE_SECONDS)
     assert joining.seed(seed("b", bytes(512)), 2 * SILENCE_SECONDS) is None
     assert joining.seed(seed("b", b"", fragment=1), 2 * SILENCE_SECONDS) is not None
+
+
+def test_who_is_chosen_to_seed_and_only_says_hello_gives_way_to_another_for_good() -> None:
+    joining, model = Joining(SETTINGS), layout(100)
+    now = 0.0
+    while now < STUCK_SECONDS:
+        assert joining.reply(hello("a", model), Members(), now).verdict == "seed"
+        now += 1.0
+    reply = joining.reply(hello("a", model), Members(), now)
+    assert reply.verdict == "wait"
+    assert "somebody else" in reply.reason
+    assert joining.reply(hello("b", model), Members(), now).verdict == "seed"
+    assert joining.reply(hello("a", model), Members(), now + 2 * SILENCE_SECONDS).verdict == "wait"
+    assert joining.reply(hello("b", model), Members(), now + 2 * SILENCE_SECONDS).verdict == "seed"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from decoupled_diloco.common.errors import SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
 from decoupled_diloco.syncer import members
+from decoupled_diloco.syncer.checkpoint import Checkpoints
 from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
 from waiting import wait_for
@@ -414,6 +415,21 @@ def test_no_stranger_can_drive_epochs_or_versions_to_where_nobody_takes_them(
 
         wait_for(served_again, "a beat of the new epoch is heard")
         a.wait(Beat, lambda beat: beat.epoch > epoch and len(beat.versions) == house.plan.P)
+
+
+def test_a_syncer_that_is_stopped_while_it_still_listens_says_nothing_and_takes_no_epoch(tmp_path: Path) -> None:
+    with syncer_house(tmp_path) as house:
+        house.stop()
+        before = Checkpoints(tmp_path / "global").epoch()
+        a = house.learner("a")
+        house.start(listen_seconds=1000.0)
+        house.stop()
+        house.start()
+        beat = a.wait(Beat)
+        assert [m.syncer for m in a.heard if isinstance(m, Beat)].count(beat.syncer) == len(a.heard), (
+            "only the last spoke"
+        )
+        assert beat.epoch == before + 1
 
 
 def test_a_syncer_that_hears_a_higher_epoch_steps_down(tmp_path: Path) -> None:
