@@ -103,8 +103,7 @@ class Door(threading.Thread):
         self._looked_at = time.monotonic()
         try:
             if self._ring.changed():
-                for sentence in self._ring.reload():
-                    log.warning("grant_unreadable", why=sentence)
+                self._ring.reload()
             self._unreadable = ""
         except OSError as wrong:  # who was in stays in
             if not self._unreadable:

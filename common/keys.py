@@ -8,12 +8,13 @@ A key serves NAME and every NAME-*, so that replicas may share it. Nothing here 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
@@ -22,6 +23,9 @@ import zmq
 
 from .config import NAME_PATTERN, check_name
 from .errors import SettingError
+from .log import get_logger
+
+log = get_logger("keys")
 
 Role = Literal["syncer", "learner", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -86,7 +90,7 @@ class KeyRing:
     """The keys that a broker knows: its own pair, and the grants as they were when last read."""
 
     def __init__(self, directory: Path) -> None:
-        """SettingError if the directory has no broker's pair, or holds a file that is no grant."""
+        """SettingError if the directory has no broker's pair, or cannot be looked at."""
         self.directory = directory
         if not _pair_file(directory).exists():
             raise SettingError(
@@ -97,10 +101,13 @@ class KeyRing:
         self.public: str = pair["public"]
         self.secret: str = pair["secret"]
         self._grants: dict[str, Grant] = {}
-        self._seen: object = None
-        wrong = self.reload()
-        if wrong:
-            raise SettingError(wrong[0])
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._wrong: dict[str, SettingError] = {}
+        """Of each file that was no grant when last read: what it was instead."""
+        try:
+            self.reload()
+        except OSError as cause:
+            raise SettingError(f"the folder of keys {directory} cannot be looked at: {cause.strerror}") from cause
 
     def __repr__(self) -> str:
         return f"KeyRing({str(self.directory)!r}, {len(self._grants)} grants)"
@@ -115,29 +122,40 @@ class KeyRing:
         return self._grants.get(public)
 
     def changed(self) -> bool:
-        """Whether the directory looks other than it did when it was last read. OSError if it cannot be looked at."""
-        return self._look() != self._seen
+        """Whether there is something to read: the directory looks other than when it was last read, or a file could
+        not be read then. OSError if it cannot be looked at.
+        """
+        return self._look() != self._seen or any(map(_may_pass, self._wrong.values()))
 
-    def reload(self) -> list[str]:
-        """Read the grants again. A file that is no grant counts as none; one sentence for each such file is returned.
+    def reload(self) -> None:
+        """Read the grants again. A file that is no grant counts as none; one that cannot be read now, and is the same
+        file as before, as what it was before. Each is warned of once.
 
         OSError, and the grants stay as they were, if the directory cannot be looked at. One that is gone is empty.
         """
         seen = self._look()
+        before = {grant.file_name: grant for grant in self._grants.values()}
         grants: dict[str, Grant] = {}
-        wrong = []
+        wrong: dict[str, SettingError] = {}
         for name in sorted(seen):
-            path = self.directory / "grants" / name
             try:
-                grant = Grant(**_read(path, "run", "role", "name", "public"))
-                if grant.file_name != name or grant.public in grants:
-                    raise SettingError(f"the grant {path} is not about the key that its name says; make another key")
+                grant = self._read_grant(name, grants)
             except SettingError as error:
-                wrong.append(str(error))
-            else:
-                grants[grant.public] = grant
-        self._grants, self._seen = grants, seen
-        return wrong
+                wrong[name] = error
+                if str(error) != str(self._wrong.get(name, "")):
+                    log.warning("grant_unreadable", why=str(error))
+                if name not in before or self._seen.get(name) != seen[name] or not _may_pass(error):
+                    continue
+                grant = before[name]
+            grants[grant.public] = grant
+        self._grants, self._seen, self._wrong = grants, seen, wrong
+
+    def _read_grant(self, name: str, others: Mapping[str, Grant]) -> Grant:
+        path = self.directory / "grants" / name
+        grant = Grant(**_read(path, "run", "role", "name", "public"))
+        if grant.file_name != name or grant.public in others:
+            raise SettingError(f"the grant {path} is not about the key that its name says; make another key")
+        return grant
 
     def _look(self) -> dict[str, tuple[int, int, int]]:
         """Of each grant's file what tells a change: inode, time and size."""
@@ -155,22 +173,43 @@ def new_key(directory: Path, *, role: Role, run: str, name: str) -> Key:
     """A new key that the broker of `directory` will take; the broker's own pair is made on first use.
 
     SettingError if the name is held, also by a key that may be called so: two holders could pose as one another.
+    Learners and observers share one space of names, since both say Hello.
     """
     check_name("--run", run)
     check_name("--name", name)
     broker = _broker_public(directory)
-    for held in KeyRing(directory).grants:
-        if (held.run, held.role) == (run, role) and (
-            held.may_be_called(name) or f"{held.name}-".startswith(f"{name}-")
-        ):
-            raise SettingError(
-                f"{directory} has a key for {held} already, and who holds NAME may be called NAME-* as well: "
-                f"choose another name than {name}, or revoke that key first"
-            )
     public, secret = (half.decode() for half in zmq.curve_keypair())
     key = Key(run=run, role=role, name=name, public=public, secret=secret, broker=broker)
-    _write_new(directory / "grants" / key.grant.file_name, _text(asdict(key.grant)), 0o644)
+    with _alone(directory):
+        for held in KeyRing(directory).grants:
+            if held.run == run and _share(held.role, role) and _overlap(held.name, name):
+                raise SettingError(
+                    f"{directory} has a key for {held} already, and who holds NAME may be called NAME-* as well: "
+                    f"choose another name than {name}, or revoke that key first"
+                )
+        _write_new(directory / "grants" / key.grant.file_name, _text(asdict(key.grant)), 0o644)
     return key
+
+
+def _share(role: Role, other: Role) -> bool:
+    """Whether two roles say something under names of their own; a syncer says nothing that is a learner's."""
+    return (role == "syncer") == (other == "syncer")
+
+
+def _overlap(name: str, other: str) -> bool:
+    return f"{name}-".startswith(f"{other}-") or f"{other}-".startswith(f"{name}-")
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """While nobody else makes a key: two who look at the same moment would both find the name free."""
+    try:
+        file = _pair_file(directory).open("r+b")
+    except OSError as cause:
+        raise SettingError(f"no key can be made in {directory}: {cause.strerror}") from cause
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def revoke(directory: Path, *, role: Role, run: str, name: str) -> Grant:
@@ -206,6 +245,11 @@ def _pair_file(directory: Path) -> Path:
 # --- files -----------------------------------------------------------------------------------------------------------
 def _text(rows: Mapping[str, str]) -> str:
     return json.dumps({"diloco_key": FORMAT, **rows}, indent=1) + "\n"
+
+
+def _may_pass(error: SettingError) -> bool:
+    """Whether a file could not be read, and may be another time; what stands in it is not known to be wrong."""
+    return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
 
 
 def _read(path: Path, *names: str) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from decoupled_diloco.cli import run_command
@@ -79,8 +83,35 @@ def test_two_holders_never_share_a_name(tmp_path: Path, name: str) -> None:
     bob(tmp_path, "bo-x-y")
     with pytest.raises(SettingError, match="already"):
         bob(tmp_path, name)
+    with pytest.raises(SettingError, match="already"):
+        new_key(tmp_path, role="observer", run="run", name=name)  # both roles say Hello
     new_key(tmp_path, role="learner", run="run2", name=name)
-    assert len(KeyRing(tmp_path).grants) == 3
+    new_key(tmp_path, role="syncer", run="run", name=name)
+    assert len(KeyRing(tmp_path).grants) == 4
+
+
+def test_two_holders_do_not_share_a_name_either_when_both_keys_are_made_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob(tmp_path, "other")
+    both_looked, looks = threading.Barrier(2), KeyRing._look
+
+    def look(ring: KeyRing) -> object:
+        found = looks(ring)
+        with suppress(threading.BrokenBarrierError):
+            both_looked.wait(1)  # the other one comes too, or is kept waiting
+        return found
+
+    def make(name: str) -> bool:
+        try:
+            bob(tmp_path, name)
+        except SettingError:
+            return False
+        return True
+
+    monkeypatch.setattr(KeyRing, "_look", look)
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(make, ("bob", "bob-1"))) == [False, True]
 
 
 def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
@@ -165,7 +196,7 @@ def test_a_ring_sees_new_revoked_and_replaced_keys_when_it_looks(tmp_path: Path)
     eve = bob(tmp_path, "eve")
     assert ring.changed()
     assert ring.grant_of(eve.public) is None, "not before it is read again"
-    assert ring.reload() == []
+    ring.reload()
     assert ring.grant_of(eve.public) == eve.grant
     assert not ring.changed()
 
@@ -177,26 +208,84 @@ def test_a_ring_sees_new_revoked_and_replaced_keys_when_it_looks(tmp_path: Path)
     assert ring.grant_of(again.public) == again.grant
 
 
-def test_a_broken_grant_counts_as_none_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_broken_grant_counts_as_none_and_the_others_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     key, eve = bob(tmp_path), bob(tmp_path, "eve")
     ring = KeyRing(tmp_path)
     (tmp_path / "grants" / key.grant.file_name).write_text("torn")
     assert ring.changed()
-    (sentence,) = ring.reload()
-    assert key.grant.file_name in sentence
+    ring.reload()
+    assert key.grant.file_name in capfd.readouterr().err
     assert ring.grants == [eve.grant]
-    with pytest.raises(SettingError, match="no key file"):
-        KeyRing(tmp_path)
+    assert not ring.changed(), "it is not read again before it is another one"
 
 
-def test_a_grant_under_another_s_name_or_copied_opens_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+def test_a_broken_grant_stops_neither_a_broker_s_start_nor_work_on_the_others(
+    tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    eve = bob(tmp_path, "eve")
+    (tmp_path / "grants" / "run.learner.broken.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert KeyRing(tmp_path).grants == [eve.grant]
+    told = capfd.readouterr().err
+    assert "run.learner.broken.json" in told
+    assert len(told.splitlines()) == 1
+    assert keys("list", "--dir", str(tmp_path)) == 0
+    assert capfd.readouterr().out.split() == ["run", "learner", "eve"]
+    assert keys("new", *ABOUT, "--dir", str(tmp_path), "--out", str(tmp_path / "bob.key")) == 0
+    assert keys("revoke", *ABOUT, "--dir", str(tmp_path)) == 0
+    assert KeyRing(tmp_path).grants == [eve.grant]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_grant_that_cannot_be_read_for_a_moment_stays_and_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    key, eve = bob(tmp_path), bob(tmp_path, "eve")
+    ring, opens = KeyRing(tmp_path), Path.open
+
+    def fails(path: Path, *arguments: Any) -> Any:
+        if path.suffix == ".json":
+            raise OSError(number, os.strerror(number))
+        return opens(path, *arguments)
+
+    def replace() -> Key:
+        revoke(tmp_path, role="learner", run="run", name="bob")
+        return bob(tmp_path)
+
+    new = replace()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        for _ in range(2):
+            assert ring.changed(), "it is looked at again and again"
+            ring.reload()
+            assert ring.grants == [eve.grant], "what was replaced is not known, and what was there before is revoked"
+    assert len(capfd.readouterr().err.splitlines()) == 2, "each file is told of once"
+    ring.reload()
+    assert not ring.changed()
+    assert ring.grant_of(key.public) is None
+    assert ring.grants == [new.grant, eve.grant]
+
+
+def test_a_folder_of_grants_that_cannot_be_looked_at_is_told(tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    bob(tmp_path / "made")
+    (tmp_path / "made" / "broker.key").rename(tmp_path / "broker" / "broker.key")
+    (tmp_path / "broker" / "grants").touch()
+    with pytest.raises(SettingError, match="cannot be looked at"):
+        KeyRing(tmp_path / "broker")
+
+
+def test_a_grant_under_another_s_name_or_copied_opens_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     key = bob(tmp_path)
     path = tmp_path / "grants" / key.grant.file_name
     ring = KeyRing(tmp_path)
     (tmp_path / "grants" / "run.syncer.bob.json").write_bytes(path.read_bytes())
     rows = json.loads(path.read_text()) | {"role": "syncer", "name": "boss"}
     (tmp_path / "grants" / "run.syncer.boss.json").write_text(json.dumps(rows))
-    assert len(ring.reload()) == 2
+    ring.reload()
+    assert capfd.readouterr().err.count("not about the key") == 2
     assert ring.grants == [key.grant]
 
 
