@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -71,11 +72,15 @@ class Door(threading.Thread):
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def bar(self, public: str, why: str) -> None:
-        """Shut a key out until this broker ends. Safe from every thread; the connections are cut soon after."""
-        log.warning("key_barred", key=str(self._ring.grant_of(public) or "one that was revoked"), why=why)
-        self._barred.add(public)
-        self._renew()
-        self._wake.set()
+        """Shut a key out until this broker ends. Safe from every thread; all connections are cut."""
+        with self._looking:
+            if public in self._barred:  # the other plane was faster
+                return
+            log.warning("key_barred", key=str(self._ring.grant_of(public) or "one that was revoked"), why=why)
+            self._barred.add(public)
+            self._known.pop(public, None)
+            self._renew()
+            self._reconnect()
 
     def stop(self) -> None:
         """Let nobody in any more."""
@@ -83,7 +88,18 @@ class Door(threading.Thread):
         self._wake.set()
         if self.is_alive():
             self.join()
-        self._authenticator.stop()
+        self._end_authenticator()
+
+    def _end_authenticator(self) -> None:
+        """As its `stop`, which would wait for ever to hand its last word to a thread that has died."""
+        pipe, thread = self._authenticator.pipe, self._authenticator.thread
+        if pipe is not None:
+            with suppress(zmq.Again):  # nobody is there to take it
+                pipe.send(b"TERMINATE", zmq.NOBLOCK)
+            thread.join()
+            pipe.close(0)
+            self._authenticator.pipe = None  # type: ignore[assignment]
+        self._authenticator.stop()  # closes its socket
 
     def run(self) -> None:
         try:

@@ -79,7 +79,7 @@ class Broker:
         if self._context is not None and not any(plane.is_alive() for plane in self._planes):
             if self._door is not None:
                 self._door.stop()
-            self._context.term()
+            self._context.destroy(linger=0)  # also of what a part that failed left open
 
     def in_use(self) -> bool:
         """Whether somebody wants to hear more than his own pings, or did since the last call."""
@@ -114,25 +114,25 @@ class Broker:
         """Bind `source` and `sink` of a plane; SettingError, and neither is left, if a port is taken."""
         made: list[Socket] = []
         bulk = plane is Plane.BULK
-        for kind, endpoint, frame_bytes in (
-            (zmq.XSUB, address.bulk_in if bulk else address.control_in, MESSAGE_BYTES),
-            (zmq.XPUB, address.bulk_out if bulk else address.control_out, SUBSCRIPTION_BYTES),
-        ):
-            assert self._context is not None  # noqa: S101 planes are made after it
-            made.append(socket := self._context.socket(kind))
-            messages = self.config.queue_mib * 2**20 // CHUNK_BYTES if bulk else CONTROL_MESSAGES
-            configure(socket, hwm_messages=messages, message_bytes=frame_bytes)
-            socket.setsockopt(zmq.AFFINITY, 1 << plane.value)
-            if self._door is not None:
-                self._door.lock(socket)
-                if kind == zmq.XPUB:
-                    socket.setsockopt(zmq.XPUB_MANUAL, 1)
-            try:
+        try:
+            for kind, endpoint, frame_bytes in (
+                (zmq.XSUB, address.bulk_in if bulk else address.control_in, MESSAGE_BYTES),
+                (zmq.XPUB, address.bulk_out if bulk else address.control_out, SUBSCRIPTION_BYTES),
+            ):
+                assert self._context is not None  # noqa: S101 planes are made after it
+                made.append(socket := self._context.socket(kind))
+                messages = self.config.queue_mib * 2**20 // CHUNK_BYTES if bulk else CONTROL_MESSAGES
+                configure(socket, hwm_messages=messages, message_bytes=frame_bytes)
+                socket.setsockopt(zmq.AFFINITY, 1 << plane.value)
+                if self._door is not None:
+                    self._door.lock(socket)
+                    if kind == zmq.XPUB:
+                        socket.setsockopt(zmq.XPUB_MANUAL, 1)
                 bind(socket, endpoint)
-            except BaseException:
-                for each in made:
-                    each.close(0)
-                raise
+        except BaseException:
+            for each in made:
+                each.close(0)
+            raise
         source, sink = made
         return source, sink
 
@@ -143,7 +143,7 @@ class Broker:
         if self._door is not None:
             self._door.stop()
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)  # also of what a part that failed left open
 
 
 def numeric(host: str) -> str:

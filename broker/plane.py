@@ -98,6 +98,8 @@ class PlaneThread(threading.Thread):
             poller.register(socket, zmq.POLLIN)
         while not (self._stopping or self._anew):
             ready = dict(poller.poll(1000))
+            if self._waker.fileno() in ready:
+                self._waker.clear()
             if self._sink in ready:
                 self._take_subscriptions()
             if self._source in ready:
@@ -105,8 +107,8 @@ class PlaneThread(threading.Thread):
             self._tell_drops()
 
     def _reopen(self) -> None:
-        self._waker.clear()
         self._anew = False
+        self._waker.clear()  # after the line above, so that a wish that comes in between is not lost
         self._source.close(0)
         self._sink.close(0)
         self.subscriptions = self.listening = 0
@@ -115,7 +117,7 @@ class PlaneThread(threading.Thread):
             try:
                 self._source, self._sink = self._open_pair()
                 return
-            except SettingError:
+            except (SettingError, zmq.ZMQError):  # also where there is no descriptor left for a socket
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket as network
 import struct
@@ -18,6 +19,7 @@ import pytest
 import zmq
 from decoupled_diloco.broker.gate import topic_pattern
 from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.plane import PlaneThread
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink
@@ -431,3 +433,26 @@ def test_the_largest_update_passes(house: House) -> None:
     arrived = next_of(house.down["bulk"])
     assert isinstance(arrived, Update)
     assert arrived.contributors == message.contributors
+
+
+def test_a_plane_that_was_woken_for_nothing_sleeps_again() -> None:
+    with broker_here() as (broker, _):
+        for plane in broker._planes:
+            plane._waker.wake()
+            wait_for(lambda plane=plane: not select.select([plane._waker], [], [], 0)[0], "the wish is read")  # type: ignore[misc]
+
+
+def test_a_wish_to_listen_anew_that_comes_while_another_is_granted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with context() as made:
+        plane = PlaneThread(Plane.BULK, lambda: (made.socket(zmq.XSUB), made.socket(zmq.XPUB)), lambda: None)
+        clear = plane._waker.clear
+
+        def wished_meanwhile() -> None:
+            clear()
+            plane.open_anew()
+
+        monkeypatch.setattr(plane._waker, "clear", wished_meanwhile)
+        plane.open_anew()
+        plane._reopen()
+        assert plane._anew
+        plane.close()

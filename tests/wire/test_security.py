@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket as network
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 import zmq
+from decoupled_diloco.broker.door import Door
 from decoupled_diloco.broker.gate import REFUSALS, SUBSCRIPTIONS
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.keys import Key, Role, new_key, revoke
+from decoupled_diloco.common.keys import Key, KeyRing, Role, new_key, revoke
 from decoupled_diloco.common.sockets import Address, Context, Socket
 from decoupled_diloco.common.wire import (
     Alive,
@@ -34,6 +37,7 @@ from decoupled_diloco.common.wire import (
 )
 from transport import context, delta, free_ports, update
 from waiting import wait_for
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 CONTROL, BULK = 0, 2
@@ -352,6 +356,34 @@ ODD = {
 }
 
 
+def test_a_key_that_is_barred_is_told_once_and_connections_are_cut_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, cuts = new_key(tmp_path, role="learner", run="run", name="bob"), Counter[str]()
+    with context() as made:
+        door = Door(made, KeyRing(tmp_path), lambda: None)
+        door.guard([], lambda: cuts.update(["cut"]))
+        door.start()
+        try:
+            for _ in range(2):
+                door.bar(key.public, "has reasons")
+            assert door.grant_of(key.public) is None
+            new_key(tmp_path, role="learner", run="run", name="eve")
+            told = ""
+
+            def looked() -> bool:
+                nonlocal told
+                told += capfd.readouterr().err
+                return "key_added" in told
+
+            wait_for(looked, "the door has looked after it")
+        finally:
+            door.stop()
+    assert cuts.total() == 1
+    assert told.count("key_barred") == 1
+    assert "key_revoked" not in told
+
+
 @pytest.mark.parametrize("frame", ODD.values(), ids=ODD)
 def test_who_sends_what_is_no_subscription_is_barred_and_gets_nobody_else_s(house: House, frame: bytes) -> None:
     """libzmq would give subscriptions that come after such a frame to the wrong peer."""
@@ -544,6 +576,45 @@ def test_a_broker_whose_handshakes_nobody_answers_ends(tmp_path: Path) -> None:
     broker._door._authenticator.stop()
     wait_for(lambda: broker.failure is not None, "half a broker is none")
     broker.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broker_whose_handshakes_are_answered_no_more_since_that_failed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    key = new_key(tmp_path, role="learner", run="run", name="bob")
+    broker = Broker(BrokerConfig(port=free_ports(), keys=tmp_path))
+    monkeypatch.setattr(ThreadAuthenticator, "handle_zap_message", fails)
+    broker.start()
+    with context() as made:
+        peers = Peers(made, broker.config.port, {"bob": key})
+        peers.receiver("bob", CONTROL, b"_/beat/run/")
+        wait_for(lambda: broker.failure is not None, "half a broker is none")
+        ending = threading.Thread(target=broker.stop, daemon=True)
+        ending.start()
+        wait_for(lambda: not ending.is_alive(), "it ends all the same", seconds=20)
+
+
+def test_a_broker_that_gets_no_socket_for_a_moment_when_it_cuts_connections_goes_on(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert house.broker._context is not None
+    made, times = house.broker._context.socket, Counter[int]()
+
+    def socket(kind: int) -> Socket:
+        times[kind] += 1
+        if times[kind] <= 4:
+            raise zmq.ZMQError(errno.EMFILE)
+        return made(kind)
+
+    monkeypatch.setattr(house.broker._context, "socket", socket)
+    house.broker.reconnect()
+    wait_for(lambda: times[zmq.XPUB] >= 6, "both planes listen again")
+    house.works(CONTROL)
+    house.works(BULK)
 
 
 def test_beyond_loopback_keys_or_insecure_is_needed_and_keys_are_enough(tmp_path: Path) -> None:
