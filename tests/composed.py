@@ -70,6 +70,8 @@ class Project:
     def __enter__(self) -> Self:
         for service in BUILT:
             run("docker", "tag", f"{IMAGES}-{service}", f"{self.name}-{service}")
+        if "compose/compose.remote.yaml" in self.files:
+            run("docker", "tag", f"{IMAGES}-broker", f"{self.name}-key")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +80,10 @@ class Project:
                 child.kill()
             child.wait()
         self.compose("down", "--volumes", "--timeout", "2", "--remove-orphans")
-        run("docker", "rmi", *(f"{self.name}-{service}" for service in BUILT))
+        names = [f"{self.name}-{service}" for service in BUILT]
+        if "compose/compose.remote.yaml" in self.files:
+            names.append(f"{self.name}-key")
+        run("docker", "rmi", *names)
 
     # --- hands -------------------------------------------------------------------------------------------------------
     def command(self, *words: str) -> list[str]:

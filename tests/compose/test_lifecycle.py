@@ -165,7 +165,6 @@ def test_learners_of_another_project_join_through_this_machine_s_address(project
         files=["compose/compose.remote.yaml"], broker=f"tcp://{gateway}:{project.port}", key_file=str(key), learners="1"
     )
     with elsewhere:
-        run("docker", "tag", f"{elsewhere.name}-broker", f"{elsewhere.name}-key")
         elsewhere.up()
         wait_for(lambda: any(name.startswith("remote-") for name in project.learners()), "it is here", START_SECONDS)
     wait_for(lambda: len(project.learners()) == 2, "only the own ones are here again", START_SECONDS)
