@@ -6,6 +6,7 @@ disk what must survive (checkpoint, writer). Everything it decides with is pure;
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,9 @@ SAVED_SECONDS = 0.05
 """How often is looked whether the end is saved."""
 LINGER_SECONDS = 2.0
 """After the end, how long nobody must have fetched anything before the syncer goes."""
+RETURN_SECONDS, RETURN_LINGER_SECONDS = 30.0, 10.0
+"""The same for a syncer that comes back to a finished run, where the others may just be starting: how long it waits for
+the first of them, and then for the next."""
 BELOW_QUORUM_SECONDS = 5.0
 """How often the syncer says that it waits for learners."""
 
@@ -52,6 +56,8 @@ class Syncer:
         self._beat_at = 0.0
         self._stop_at: float | None = None
         self._finished_at: float | None = None
+        self._returned = False
+        """The run was finished when this syncer began."""
         self._below_quorum_at: float | None = None
         self._refusal = ""
         self._saved_step = 0
@@ -229,6 +235,7 @@ class Syncer:
         if served is not None:
             self._saved_step = served.rounds.t
             if self.current.phase == "finished":
+                self._returned = True
                 self._mark_finished(served)
 
     def _finalize(self, served: Served) -> None:
@@ -267,7 +274,11 @@ class Syncer:
     def _known_to_all(self, served: Served, waited: float) -> bool:
         now = self.parts.clock.now()
         served.rounds.members.silent(now)
-        quiet = waited >= LINGER_SECONDS and now - self.merging.repairs.asked_at >= LINGER_SECONDS
+        asked_at = max(self.merging.repairs.asked_at, self.reception.asked_at)
+        linger = LINGER_SECONDS
+        if self._returned:
+            linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
+        quiet = waited >= linger and now - asked_at >= linger
         return (quiet and not served.rounds.members.live()) or waited >= self.parts.config.drain_seconds
 
     def _end(self) -> None:

@@ -31,9 +31,12 @@ class Reception:
     def __init__(self, parts: Parts, run: Run) -> None:
         self._parts, self._run = parts, run
         self._joining = Joining(run.settings)
+        self.asked_at = float("-inf")
+        """When somebody said Hello last."""
 
     def hello(self, hello: Hello, now: float) -> None:
         run, joining, teller = self._run, self._joining, self._parts.teller
+        self.asked_at = now
         joining.plan = run.served.state.plan if run.served else None
         joining.finished = run.phase == "finished"
         chosen = joining.seeding

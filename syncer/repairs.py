@@ -22,7 +22,7 @@ class Repair:
 class Repairs:
     """What is wanted and not sent yet. Memory: one set of chunk numbers a fragment and kind."""
 
-    asked_at: float = 0.0
+    asked_at: float = float("-inf")
     """When the last Fetch came."""
     due_at: float | None = None
     """When the gathered requests are answered; None while there are none."""

@@ -14,7 +14,7 @@ import torch
 from decoupled_diloco.common.errors import SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
-from decoupled_diloco.syncer import members
+from decoupled_diloco.syncer import loop, members
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
@@ -415,6 +415,24 @@ def test_no_stranger_can_drive_epochs_or_versions_to_where_nobody_takes_them(
 
         wait_for(served_again, "a beat of the new epoch is heard")
         a.wait(Beat, lambda beat: beat.epoch > epoch and len(beat.versions) == house.plan.P)
+
+
+def test_a_syncer_that_comes_back_to_a_finished_run_waits_for_somebody_who_asks_and_then_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with syncer_house(tmp_path, steps=1) as house:
+        a = house.learner("a")
+        a.join()
+        beat = wait_for(answers_until(house, a, lambda: finished(a)), "the run is finished")
+        a.goodbye("finished", beat.model_hash)
+        house.stop()
+        for name, seconds in (("LINGER_SECONDS", 0.0), ("RETURN_SECONDS", 1000.0), ("RETURN_LINGER_SECONDS", 0.1)):
+            monkeypatch.setattr(loop, name, seconds)
+        house.start(drain_seconds=1000.0)
+        late = house.learner("late")
+        late.wait(Beat, lambda beat: beat.state == "finished" and beat.epoch > a.epoch)
+        assert late.hello().verdict == "finished"
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
 
 
 def test_a_syncer_that_is_stopped_while_it_still_listens_says_nothing_and_takes_no_epoch(tmp_path: Path) -> None:
