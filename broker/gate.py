@@ -14,8 +14,12 @@ from ..common.errors import Malformed
 from ..common.keys import Grant, Role
 from ..common.wire import BOTH_PLANES, FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, Plane, beat_topic, prefix, unpack
 
-SUBSCRIPTIONS = 1000
-"""Distinct prefixes that one key may have at a time, on one plane."""
+SUBSCRIPTIONS = 10_000
+"""That one key gets on one plane since its ports were last opened: libzmq keeps them for each connection, and nobody
+can tell which connection took one back. Those of connections that have closed count as well."""
+SUBSCRIPTIONS_SECONDS = 3600.0
+"""Who got them all in a longer time may well be honest: a health check comes back for ever. For him all connections are
+cut, and counted anew."""
 REFUSALS = 1000
 """Of subscriptions by one key, after which it is barred: libzmq keeps each one that was asked for."""
 PREFIX_BYTES = 128
@@ -104,7 +108,7 @@ class Gate:
             return "revoked"
         if not rule.fits(topic):
             return "denied" if self._is_topic(topic) else "topic"
-        if rule.grant.role == "observer" and b"/hello/" in topic and not says_observer(header):
+        if rule.grant.role == "observer" and topic.split(b"/")[1] == b"hello" and not says_observer(header):
             return "denied"
         return ""
 
@@ -122,50 +126,43 @@ def says_observer(header: bytes) -> bool:
 
 @dataclass
 class Subscriptions:
-    """The subscriptions that live on one plane, and who holds them.
+    """The subscriptions on one plane since its ports were last opened.
 
-    A connection that closes leaves frames behind which take its subscriptions back and name nobody. So a prefix is
-    counted over all who asked for it, and is everybody's until the last one has gone.
+    A connection that closes leaves frames behind which take its subscriptions back and name nobody, the refused ones
+    too. So what lives is known for each prefix, not for each key.
     """
 
     live: Counter[bytes] = field(default_factory=Counter)
     """Of each prefix: how often it was admitted and not taken back."""
     others: int = 0
     """Distinct live prefixes that are not for pings."""
+    admitted: Counter[str] = field(default_factory=Counter)
+    """Of each key, ever."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Of each key: subscriptions that were not admitted, ever."""
     _refused: Counter[bytes] = field(default_factory=Counter)
-    _holders: dict[bytes, set[str]] = field(default_factory=dict)
-    _held: Counter[str] = field(default_factory=Counter)
+    """Of each prefix: how often it was refused and not taken back."""
+
+    def full(self, user: str) -> bool:
+        return self.admitted[user] >= SUBSCRIPTIONS
 
     def ask(self, user: str, prefix: bytes, rule: Rule | None) -> bool:
         """Whether the subscription is to be admitted; it is counted."""
-        holders = self._holders.get(prefix, set())
-        room = user in holders or self._held[user] < SUBSCRIPTIONS
-        if rule is None or not room or not prefix.startswith(rule.heard):
+        if rule is None or self.full(user) or not prefix.startswith(rule.heard):
             self.refusals[user] += 1
             self._refused[prefix] += 1
             return False
-        if not holders:
-            self._holders[prefix] = holders
-            self.others += not PING.match(prefix)
-        if user not in holders:
-            holders.add(user)
-            self._held[user] += 1
+        self.admitted[user] += 1
+        self.others += prefix not in self.live and not PING.match(prefix)
         self.live[prefix] += 1
         return True
 
-    def take_back(self, user: str | None, prefix: bytes) -> None:
-        """What was asked for once is wanted no more; `user` is None where the connection has closed."""
-        admitted = prefix in self._holders and (user is None or user in self._holders[prefix])
-        if self._refused[prefix] and (user is None or not admitted):
-            self._refused[prefix] -= 1
-        elif admitted:
-            self.live[prefix] -= 1
-        for counter in (self._refused, self.live):
-            if counter[prefix] <= 0:
-                del counter[prefix]
-        if prefix not in self.live:
-            holders = self._holders.pop(prefix, set())
-            self._held.subtract(holders)
-            self.others -= bool(holders) and not PING.match(prefix)
+    def take_back(self, prefix: bytes) -> None:
+        """Somebody wants no more what he asked for once."""
+        counter = self._refused if prefix in self._refused else self.live
+        if prefix not in counter:
+            return
+        counter[prefix] -= 1
+        if not counter[prefix]:
+            del counter[prefix]
+            self.others -= counter is self.live and not PING.match(prefix)

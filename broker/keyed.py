@@ -7,6 +7,7 @@ XPUB_MANUAL, which subscriptions to admit.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from ..common.config import MESSAGE_BYTES
 from ..common.log import get_logger
 from ..common.sockets import SUBSCRIBE, UNSUBSCRIBE
 from ..common.wire import Plane
-from .gate import PING, PREFIX_BYTES, REFUSALS, Gate, Subscriptions
+from .gate import PING, PREFIX_BYTES, REFUSALS, SUBSCRIPTIONS_SECONDS, Gate, Subscriptions
 from .plane import BATCH, OpenPair, PlaneThread
 
 log = get_logger("broker")
@@ -39,7 +40,7 @@ class KeyedPlane(PlaneThread):
         self.offenders: Counter[str] = Counter()
         """Messages and subscriptions refused, by the key of which they came."""
         self._bar = bar
-        self._table = Subscriptions()
+        self._table, self._opened_at = Subscriptions(), time.monotonic()
         self._pings = self._spoken = 0
 
     def in_use(self) -> bool:
@@ -49,7 +50,7 @@ class KeyedPlane(PlaneThread):
         return used or self._spoken > before
 
     def _reopen(self) -> None:
-        self._table = Subscriptions()
+        self._table, self._opened_at = Subscriptions(), time.monotonic()
         super()._reopen()
 
     def _take_subscriptions(self) -> None:
@@ -63,7 +64,7 @@ class KeyedPlane(PlaneThread):
                     self._admit(user, octets[1:])
                 elif octets[:1] == UNSUBSCRIBE:
                     self._sink.setsockopt(zmq.UNSUBSCRIBE, octets[1:])
-                    self._table.take_back(user, octets[1:])
+                    self._table.take_back(octets[1:])
                 else:
                     # libzmq counts such a frame out of step with those who sent the next ones: a subscription admitted
                     # after it would be another peer's. No client of ours sends one.
@@ -74,6 +75,9 @@ class KeyedPlane(PlaneThread):
 
     def _admit(self, user: str | None, prefix: bytes) -> None:
         if user is None:
+            return
+        if self._table.full(user) and time.monotonic() - self._opened_at > SUBSCRIPTIONS_SECONDS:
+            self._anew = True
             return
         rule = self.gate.rule(user)
         if self._table.ask(user, prefix, rule):
@@ -121,7 +125,7 @@ class KeyedPlane(PlaneThread):
                     send(payload, copy=False)
                 self.messages += 1
                 self.bytes += size
-                self._pings += b"/ping/" in topic
+                self._pings += PING.match(topic) is not None
 
     def _refuse(self, reason: str, rule: Any) -> None:
         self._drop(reason)

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import zmq
+from decoupled_diloco.broker import gate, keyed
 from decoupled_diloco.broker.door import Door
-from decoupled_diloco.broker.gate import REFUSALS, SUBSCRIPTIONS
+from decoupled_diloco.broker.gate import REFUSALS
 from decoupled_diloco.broker.loop import Broker
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
@@ -191,6 +192,14 @@ def alive(name: str) -> Alive:
     )  # fmt: skip
 
 
+def test_what_somebody_called_ping_says_is_no_ping(house: House) -> None:
+    key = new_key(house.directory, role="learner", run="run", name="ping")
+    pass_on(house.sender(key), house.receiver("syncer", CONTROL, b"run/alive/"), alive("ping"))
+    plane = house.broker._planes[0]
+    assert isinstance(plane, keyed.KeyedPlane)
+    assert plane._pings == 0
+
+
 FORGED: dict[str, tuple[str, int, Message]] = {
     "a learner calls": ("bob", CONTROL, CALL),
     "a learner beats": ("bob", CONTROL, BEAT),
@@ -327,17 +336,32 @@ def test_a_refused_subscription_that_is_taken_back_or_whose_connection_closes_ta
     assert house.broker.counters()["bulk"]["subscriptions"] == 1
 
 
-def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(house: House) -> None:
-    greedy = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(SUBSCRIPTIONS + 20)))
+def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "SUBSCRIPTIONS", 500)
+    greedy = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(500 + 20)))
     wait_for(lambda: house.dropped(BULK) == {"subscription": 20}, "the last ones are refused")
-    assert house.broker.counters()["bulk"]["subscriptions"] == SUBSCRIPTIONS
+    assert house.broker.counters()["bulk"]["subscriptions"] == 500
     up, down = house.sender("syncer", BULK), house.receiver("eve", BULK, b"run/fragment/")
     pass_on(up, down, update())
     assert read(greedy), "what it has it keeps"
     greedy.close()
-    wait_for(lambda: house.broker.counters()["bulk"]["subscriptions"] == 1, "who leaves gives all of his back")
-    again = house.receiver("bob", BULK, b"run/fragment/")
-    pass_on(up, again, update())
+    wait_for(lambda: house.broker.counters()["bulk"]["subscriptions"] == 1, "those of connections that closed are gone")
+    house.receiver("bob", BULK, b"run/fragment/")
+    wait_for(lambda: house.dropped(BULK) == {"subscription": 21}, "and count all the same")
+
+
+def test_a_key_that_got_all_its_subscriptions_in_a_long_time_gets_new_ones_when_all_connect_anew(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "SUBSCRIPTIONS", 50)
+    monkeypatch.setattr(keyed, "SUBSCRIPTIONS_SECONDS", 0)
+    for _ in range(3):
+        leaving = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(40)))
+        house.works(BULK)
+        leaving.close()
+    assert house.dropped(BULK) == {}
 
 
 def test_who_keeps_asking_for_what_he_may_not_hear_is_barred_and_the_others_go_on(house: House) -> None:
