@@ -51,17 +51,35 @@ def init(directory: Path, run: str) -> list[str]:
 
 def _forget_grants_of_a_lost_pair(ring: Path) -> None:
     """Clients know a broker by its pair: without it, all keys made so far are dead, and so are their names."""
-    if not (ring / "broker.key").exists():
+    pair = ring / "broker.key"
+    if pair.exists() and not _holds_a_pair(ring):
+        pair.unlink()
+    if not pair.exists():
         for path in ring.glob("grants/*.json"):
             path.unlink()
+
+
+def _holds_a_pair(ring: Path) -> bool:
+    """Whether the broker's pair is whole; SettingError if nobody can tell."""
+    try:
+        KeyRing(ring)
+    except SettingError as wrong:
+        if wrong.__cause__ is not None:
+            raise
+        return False
+    return True
 
 
 def _client_key(directory: Path, role: Role, run: str) -> bool:
     """Is there a key of `role` now that was not there before? One of another run, or half a one, gives way."""
     ring, path = directory / "broker", directory / role / "key"
     if path.exists() and (ring / "broker.key").exists():
-        key, known = Key.load(path), KeyRing(ring)
-        if (key.run, key.role, key.broker) == (run, role, known.public) and known.grant_of(key.public) == key.grant:
+        key, known = _whole(path), KeyRing(ring)
+        if (
+            key is not None
+            and (key.run, key.role, key.broker) == (run, role, known.public)
+            and known.grant_of(key.public) == key.grant
+        ):
             return False
     if _granted(ring, role, run):
         revoke(ring, role=role, run=run, name=role)  # its file was lost, or the volume was changed for another run's
@@ -69,6 +87,16 @@ def _client_key(directory: Path, role: Role, run: str) -> bool:
     path.unlink(missing_ok=True)
     key.save(path)
     return True
+
+
+def _whole(path: Path) -> Key | None:
+    """The key in the file; None if what stands there is none. SettingError if it cannot be read."""
+    try:
+        return Key.load(path)
+    except SettingError as wrong:
+        if wrong.__cause__ is not None:
+            raise
+        return None
 
 
 def _granted(ring: Path, role: Role, run: str) -> bool:
@@ -79,7 +107,7 @@ def _granted(ring: Path, role: Role, run: str) -> bool:
 def _passwords(directory: Path) -> bool:
     """The store's password and the syncer's copy of it agree after this; True if it had to be made."""
     password, copy = directory / "redis" / "password", directory / "redis-client" / "password"
-    made = not password.exists()
+    made = not password.exists() or not password.read_bytes().strip()
     if made:
         _write(password, secrets.token_urlsafe(32), 0o600)
     if not copy.exists() or copy.read_bytes() != password.read_bytes():

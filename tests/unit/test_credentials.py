@@ -58,6 +58,49 @@ def test_a_lost_key_is_made_anew_and_the_lost_one_is_worth_nothing(tmp_path: Pat
     assert len(known.grants) == 3
 
 
+HALVES = {"nothing": slice(0), "half": slice(100), "all but the end": slice(-3)}
+
+
+@pytest.mark.parametrize("part", HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("torn", [f"{role}/key" for role in ROLES])
+def test_of_a_key_file_that_holds_less_than_a_key_a_new_one_is_made(tmp_path: Path, torn: str, part: slice) -> None:
+    init(tmp_path, "run")
+    whole = (tmp_path / torn).read_bytes()
+    (tmp_path / torn).write_bytes(whole[part])
+    assert init(tmp_path, "run") == [torn]
+    key, known = Key.load(tmp_path / torn), KeyRing(tmp_path / "broker")
+    assert known.grant_of(key.public) == key.grant
+    assert len(known.grants) == 3
+
+
+@pytest.mark.parametrize("part", HALVES.values(), ids=HALVES)
+def test_of_a_pair_that_is_torn_a_new_one_is_made_and_everybody_gets_new_keys(tmp_path: Path, part: slice) -> None:
+    init(tmp_path, "run")
+    pair = tmp_path / "broker" / "broker.key"
+    pair.write_bytes(pair.read_bytes()[part])
+    assert init(tmp_path, "run") == [f"{role}/key" for role in ROLES]
+    assert {Key.load(tmp_path / role / "key").broker for role in ROLES} == {KeyRing(tmp_path / "broker").public}
+
+
+def test_a_key_that_cannot_be_read_stays(tmp_path: Path) -> None:
+    init(tmp_path, "run")
+    path = tmp_path / "learner" / "key"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(SettingError, match="cannot be read"):
+        init(tmp_path, "run")
+    assert len(KeyRing(tmp_path / "broker").grants) == 3
+
+
+def test_an_empty_password_is_none(tmp_path: Path) -> None:
+    init(tmp_path, "run")
+    (tmp_path / "redis" / "password").write_text("")
+    assert init(tmp_path, "run") == ["redis/password"]
+    password = (tmp_path / "redis" / "password").read_text()
+    assert len(password) >= 32
+    assert (tmp_path / "redis-client" / "password").read_text() == password
+
+
 def test_a_broker_without_its_pair_gets_another_one_and_everybody_new_keys(tmp_path: Path) -> None:
     init(tmp_path, "run")
     (tmp_path / "broker" / "broker.key").unlink()
