@@ -13,7 +13,7 @@ from .environment import Group
 OUTPUT = Path("-")
 DIRECTORY = click.option(
     "--dir",
-    "directory",
+    "keys",  # so that its variable is the broker's
     type=click.Path(path_type=Path),
     default=Path("keys"),
     show_default=True,
@@ -45,38 +45,47 @@ def keys(context: click.Context) -> None:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The key file to write, or - for standard output. Without it: DIR/RUN.ROLE.NAME.key.",
+    help="The key file to write, or - for standard output. Without it: RUN.ROLE.NAME.key, here.",
 )
-def new(directory: Path, out: Path | None, **about: Any) -> int:
+def new(keys: Path, out: Path | None, **about: Any) -> int:
     """Make a key for one holder.
 
     Who has the key file is its holder: bring it there in secret. A broker that runs takes it within a second or two.
     """
     from ..common.keys import new_key, revoke
 
-    place = out or directory / "{run}.{role}.{name}.key".format(**about)
+    place = out or Path("{run}.{role}.{name}.key".format(**about))
     if place != OUTPUT and place.exists():
         raise SettingError(f"{place} exists already and is left as it is; choose another --out, or remove it")
-    key = new_key(directory, **about)
-    if place == OUTPUT:
-        click.echo(key.text(), nl=False)
-        return 0
+    key = new_key(keys, **about)
     try:
-        key.save(place)
-    except SettingError:
-        revoke(directory, **about)
+        if place == OUTPUT:
+            _print(key.text())
+        else:
+            key.save(place)
+    except BaseException:
+        revoke(keys, **about)
         raise
-    click.echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
+    if place != OUTPUT:
+        click.echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
     return 0
+
+
+def _print(text: str) -> None:
+    """SettingError if standard output does not take it all."""
+    try:
+        click.echo(text, nl=False)
+    except OSError as cause:
+        raise SettingError(f"standard output does not take the key: {cause.strerror}; none was made") from cause
 
 
 @keys.command("list")
 @DIRECTORY
-def list_keys(directory: Path) -> int:
+def list_keys(keys: Path) -> int:
     """Show whose keys the broker takes."""
     from ..common.keys import KeyRing
 
-    for grant in KeyRing(directory).grants:
+    for grant in KeyRing(keys).grants:
         click.echo(f"{grant.run:<20} {grant.role:<10} {grant.name}".rstrip())
     return 0
 
@@ -86,14 +95,14 @@ def list_keys(directory: Path) -> int:
 @RUN
 @NAME
 @DIRECTORY
-def revoke(directory: Path, **about: Any) -> int:
+def revoke(keys: Path, **about: Any) -> int:
     """Take a key back.
 
     A broker that runs cuts its holder off within a second or two, wherever the key file lies.
     """
     from ..common.keys import revoke as take_back
 
-    click.echo(f"the key of {take_back(directory, **about)} is no longer taken")
+    click.echo(f"the key of {take_back(keys, **about)} is no longer taken")
     return 0
 
 
@@ -101,19 +110,19 @@ def revoke(directory: Path, **about: Any) -> int:
 @RUN
 @click.option(
     "--dir",
-    "directory",
+    "folders",
     type=click.Path(path_type=Path),
     default=Path("keys"),
     show_default=True,
     help="The folder of these folders.",
 )
-def init(directory: Path, run: str) -> int:
+def init(folders: Path, run: str) -> int:
     """Make all keys and passwords that compose.yaml needs.
 
     Each in a folder that is a volume of its own. What is there already stays as it is.
     """
     from .credentials import init as make_missing
 
-    made = make_missing(directory, run)
+    made = make_missing(folders, run)
     click.echo(f"keys for run {run}: {'made ' + ', '.join(made) if made else 'all are there'}")
     return 0

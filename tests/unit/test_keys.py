@@ -312,7 +312,8 @@ def test_keys_are_made_listed_and_revoked_and_no_secret_is_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert keys("new", *ABOUT) == 0
-    key = Key.load(tmp_path / "keys" / "run.learner.bob.key")
+    key = Key.load(tmp_path / "run.learner.bob.key")
+    assert key.secret not in "".join(path.read_text() for path in (tmp_path / "keys").rglob("*") if path.is_file())
     assert KeyRing(Path("keys")).grant_of(key.public) == key.grant
     assert keys("new", "--role", "observer", "--run", "run", "--name", "eve", "--out", "eve.key") == 0
     assert Key.load(Path("eve.key")).role == "observer"
@@ -338,6 +339,28 @@ def test_a_key_on_standard_output_is_a_key_file_and_nothing_else(
     assert sorted(p.name for p in (tmp_path / "keys").iterdir()) == ["broker.key", "grants"]
 
 
+def test_a_key_that_standard_output_does_not_take_is_not_granted_either(tmp_path: Path) -> None:
+    diloco = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "keys", "new", *ABOUT, "--dir", str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*diloco, "--out", "-"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode != 0
+    assert "standard output does not take the key" in done.stderr
+    assert KeyRing(tmp_path).grants == []
+
+
+def test_where_the_keys_are_is_told_by_the_broker_s_own_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DILOCO_DIRECTORY", "a-run")
+    monkeypatch.setenv("DILOCO_KEYS", "known")
+    assert keys("new", *ABOUT) == 0
+    assert [grant.name for grant in KeyRing(tmp_path / "known").grants] == ["bob"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["known", "run.learner.bob.key"]
+    assert keys("list") == keys("revoke", *ABOUT) == 0
+    assert "run                  learner    bob" in capsys.readouterr().out
+
+
 def test_a_key_that_cannot_be_written_is_not_granted_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert keys("new", *ABOUT, "--dir", str(tmp_path), "--out", str(tmp_path / "file" / "it.key")) == 2
@@ -352,7 +375,8 @@ def test_names_outside_ascii_are_refused_and_folders_outside_ascii_are_not(tmp_p
     diloco = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "keys", "new", "--role", "learner", "--run", "run"]
     for name, code in (("bob", 0), ("böb", 2)):
         done = subprocess.run(
-            [*diloco, "--name", name, "--dir", str(folder)], env=environment, capture_output=True, check=False
-        )
+            [*diloco, "--name", name, "--dir", str(folder)],
+            cwd=tmp_path, env=environment, capture_output=True, check=False,
+        )  # fmt: skip
         assert done.returncode == code, done.stderr
     assert [grant.name for grant in KeyRing(folder).grants] == ["bob"]
