@@ -181,6 +181,7 @@ class Conversation:
         self._due.pop("alive", None)
         self.desk.waits_for = "the public model"
         if beat.state == "finished":
+            self._due["last"] = now  # who comes after the end is no member, and has nothing to report
             self.follower.want_final(beat.versions)
         else:
             self.follower.heard_versions(beat.versions, now)

@@ -127,6 +127,18 @@ def test_whoever_has_heard_the_end_tells_its_last_figures_says_goodbye_and_is_al
     assert [joined.kinds(103.0 + second) for second in range(3)] == [[Alive, Goodbye], [Goodbye], [Goodbye]]
 
 
+def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
+    late = Talk()
+    over = beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR]))
+    for plane in Plane:
+        late.conversation.heard(over, plane, 100.0)
+    assert late.kinds(100.1) == [Hello]
+    late.welcome(100.2, verdict="finished")
+    late.keyframe(5, 100.3)
+    assert late.conversation.phase is Phase.FINISHED
+    assert [late.kinds(101.0 + second) for second in range(3)] == [[Goodbye]] * 3
+
+
 def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whole_model(joined: Talk) -> None:
     joined.desk.boundary()
     joined.welcome(101.0, verdict="wait")
