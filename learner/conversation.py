@@ -76,6 +76,8 @@ class Conversation:
         self._mismatches = 0
         self._final_hash = ""
         self._due: dict[str, float] = {}
+        self._member = False
+        """The syncer counts on us: whoever comes after the end, or only looks, reports nothing."""
         self._leaving_since: float | None = None
 
     # --- hearing -----------------------------------------------------------------------------------------------------
@@ -180,8 +182,8 @@ class Conversation:
         self.phase, self._gathering = Phase.FOLLOWING, True
         self._due.pop("alive", None)
         self.desk.waits_for = "the public model"
+        self._member = self.me.role == "learner" and beat.state != "finished"
         if beat.state == "finished":
-            self._due["last"] = now  # who comes after the end is no member, and has nothing to report
             self.follower.want_final(beat.versions)
         else:
             self.follower.heard_versions(beat.versions, now)
@@ -273,7 +275,7 @@ class Conversation:
         if self.phase is Phase.ASKING:
             yield from self._hellos(now, bulk_proven=bulk_proven)
         elif self.phase is Phase.FOLLOWING and self.follower is not None:
-            if self.me.role == "learner":
+            if self._member:
                 yield from self._alives(now, self.follower, traffic)
             for request in self.follower.requests(now):
                 if not self._gathering:
@@ -283,8 +285,8 @@ class Conversation:
                     what=request.what, fragment=request.fragment, version=request.version, chunks=request.chunks,
                 )  # fmt: skip
         for farewell in self._goodbyes(now):
-            if self.follower is not None and "last" not in self._due:  # the whole of its traffic and time, once
-                self._due["last"] = now
+            if self._member and self.follower is not None and "last" not in self._due:
+                self._due["last"] = now  # its whole traffic and time, once
                 yield alive(self.me, self.epoch, self.desk.counters, self.follower.held, traffic=traffic, now=now)
             yield farewell
 

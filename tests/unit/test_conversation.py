@@ -134,7 +134,8 @@ def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
         late.conversation.heard(over, plane, 100.0)
     assert late.kinds(100.1) == [Hello]
     late.welcome(100.2, verdict="finished")
-    late.keyframe(5, 100.3)
+    assert late.kinds(100.3) == [Fetch], "a report of who is no member would be answered by: say Hello again"
+    late.keyframe(5, 100.4)
     assert late.conversation.phase is Phase.FINISHED
     assert [late.kinds(101.0 + second) for second in range(3)] == [[Goodbye]] * 3
 
