@@ -23,9 +23,6 @@ import zmq
 
 from .config import NAME_PATTERN, check_name
 from .errors import SettingError
-from .log import get_logger
-
-log = get_logger("keys")
 
 Role = Literal["syncer", "learner", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -143,7 +140,7 @@ class KeyRing:
             except SettingError as error:
                 wrong[name] = error
                 if str(error) != str(self._wrong.get(name, "")):
-                    log.warning("grant_unreadable", why=str(error))
+                    _warn(str(error))
                 if name not in before or self._seen.get(name) != seen[name] or not _may_pass(error):
                     continue
                 grant = before[name]
@@ -245,6 +242,12 @@ def _pair_file(directory: Path) -> Path:
 # --- files -----------------------------------------------------------------------------------------------------------
 def _text(rows: Mapping[str, str]) -> str:
     return json.dumps({"diloco_key": FORMAT, **rows}, indent=1) + "\n"
+
+
+def _warn(sentence: str) -> None:
+    from .log import get_logger  # which clients that only read a key need not wait for
+
+    get_logger("keys").warning("grant_unreadable", why=sentence)
 
 
 def _may_pass(error: SettingError) -> bool:
