@@ -245,7 +245,7 @@ def _text(rows: Mapping[str, str]) -> str:
 
 
 def _warn(sentence: str) -> None:
-    from .log import get_logger  # which clients that only read a key need not wait for
+    from .log import get_logger  # noqa: PLC0415 clients that only read a key need not wait for it
 
     get_logger("keys").warning("grant_unreadable", why=sentence)
 
