@@ -21,7 +21,7 @@ from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
 from .compose.settings import UpConfig
-from .simulator.commands import simulate
+from .compose.simulate import simulate
 
 NICENESS = 10
 """Of the evaluator: on a busy machine a learner's thread gets about ten times as much as this one."""

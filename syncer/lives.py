@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.wire import Alive
-from .ledger import FORGOTTEN
+from .ledger import FORGOTTEN, Who
 
 SUMMED = (
     "local_steps",
@@ -31,9 +31,18 @@ class Lives:
     def report(self, alive: Alive) -> None:
         """The newest report of `alive.name`; of another incarnation than before: the one before has ended."""
         incarnation, before = self._present.get(alive.name, (alive.incarnation, _NOTHING))
+        row = {name: getattr(alive, name) for name in SUMMED}
         if incarnation != alive.incarnation:
             self._ended[alive.name] = _added(self._ended.get(alive.name, _NOTHING), before)
-        self._present[alive.name] = (alive.incarnation, {name: getattr(alive, name) for name in SUMMED})
+        else:
+            row["local_steps"] = max(row["local_steps"], before["local_steps"])
+        self._present[alive.name] = (alive.incarnation, row)
+
+    def reached(self, who: Who, local_steps: int) -> None:
+        """An answer of `who` says how many steps it has made: more, perhaps, than its last report did."""
+        incarnation, row = self._present.get(who[0], (None, _NOTHING))
+        if incarnation == who[1]:
+            row["local_steps"] = max(row["local_steps"], local_steps)
 
     def forget(self, name: str) -> None:
         """Add what `name` did to what stands under FORGOTTEN."""

@@ -160,10 +160,15 @@ class Rounds:
         return ""
 
     def answer(self, answer: Answer) -> str:
-        """Take a complete answer; '' or why not. It counts unless it covers more than its learner's reports allow."""
+        """Take a complete answer; '' or why not. It counts unless it covers more than its learner's reports allow; one
+        that counts is itself a report of what was done.
+        """
         reason = self.refusal(answer)
         if not reason:
             self.calls[answer.fragment].answers[answer.who] = answer
+            if self._counts(answer):
+                self.ledger.report(answer.who, answer.tokens_to)
+                self.members.lives.reached(answer.who, answer.steps_to)
         return reason
 
     def _counts(self, answer: Answer) -> bool:

@@ -27,6 +27,20 @@ def test_a_second_report_of_one_life_replaces_the_first_and_another_life_is_adde
     assert lives.of("nobody") == dict.fromkeys(SUMMED, 0)
 
 
+def test_an_answer_tells_of_steps_before_the_next_report_does_and_an_older_report_takes_none_back() -> None:
+    lives = Lives()
+    lives.reached(("a", 1), 9)
+    assert lives.of("a")["local_steps"] == 0, "nobody of that name has reported"
+    lives.report(alive(1, 5))
+    lives.reached(("a", 1), 9)
+    lives.reached(("a", 2), 100)
+    assert lives.of("a") == dict.fromkeys(SUMMED, 5) | {"local_steps": 9}
+    lives.report(alive(1, 6))
+    assert lives.of("a") == dict.fromkeys(SUMMED, 6) | {"local_steps": 9}
+    lives.report(alive(2, 1))
+    assert lives.of("a") == dict.fromkeys(SUMMED, 7) | {"local_steps": 10}
+
+
 def test_lives_survive_a_checkpoint_and_go_on_after_it() -> None:
     lives = Lives()
     for incarnation, steps in ((1, 5), (2, 3)):

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from ..compose.environment import Group
-from ..compose.options import made_of, options_of
-from .settings import FailureModel, GoodputPlan, Link
+from ..simulator.settings import FailureModel, GoodputPlan, Link
+from .environment import Group
+from .options import made_of, options_of
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 
@@ -32,8 +32,8 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
     does. Three systems beside each other: data-parallel without elasticity, elastic data-parallel, and decoupled
     learners.
     """
-    from . import goodput as cluster
-    from . import show
+    from ..simulator import goodput as cluster
+    from ..simulator import show
 
     plan, model = made_of(GoodputPlan, given), made_of(FailureModel, given)
     steps, seed = plan.simulated_steps, plan.seed
@@ -62,8 +62,8 @@ def bandwidth(*, table: bool, as_json: bool, **given: Any) -> int:
     `published` are closed forms that reproduce the paper's Table 13. `this system` is what our own messages weigh,
     broadcast included, in each direction of a learner's link, and at the syncer and the broker.
     """
-    from . import bandwidth as network
-    from . import show
+    from ..simulator import bandwidth as network
+    from ..simulator import show
 
     if table:
         cells = network.table_13()
