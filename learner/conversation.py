@@ -343,6 +343,8 @@ class Conversation:
         deltas = encode_answer(self.me, fragment, self._admitted.settings.codec_up, capture)
         self.answers.keep(Answer(capture.call, deltas))
         self._bulk.extend(deltas)
+        if "timed" not in self._due:  # the syncer does not know our pace yet, and so not that we can have done this
+            self._due.pop("alive", None)
 
     # --- bulk --------------------------------------------------------------------------------------------------------
     @property

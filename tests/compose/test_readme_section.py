@@ -77,6 +77,8 @@ def test_the_section_pasted_line_by_line_works_beside_a_second_project(build_fil
         for child, words in ((first, "first.txt"), (other, "second.txt")):
             wait_for(lambda child=child: child.poll() is not None, "it ends by itself", 300)  # type: ignore[misc]
             assert child.returncode == 0, (place / words).read_text()[-3000:]
+        secret = json.loads((place / "far.key").read_text())["secret"]
+        assert secret not in (place / "first.txt").read_text(), "the attached `up` shows what `run keys` prints"
         for ended in (project, second):
             codes = {row["Name"]: row["State"]["ExitCode"] for row in ended.containers()}
             assert set(codes.values()) == {0}, codes
