@@ -29,6 +29,7 @@ def evaluator(place: Path, broker: str, *more: str) -> Process:
 
 
 def events(place: Path, *kinds: str) -> list[dict[str, Any]]:
-    """What the syncer's log has of these kinds."""
-    rows = [json.loads(line) for line in (place / "syncer.jsonl").read_text().splitlines()]
+    """What the syncer's log has of these kinds; the line that is just being written is left out."""
+    whole = (place / "syncer.jsonl").read_text().rpartition("\n")[0]
+    rows = [json.loads(line) for line in whole.splitlines()]
     return [row for row in rows if row["event"] in kinds]
