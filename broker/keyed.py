@@ -98,7 +98,7 @@ class KeyedPlane(PlaneThread):
 
     def _forward_some(self) -> None:
         """As in an open plane, each message by the key of which it came."""
-        receive, send = self._source.recv, self._sink.send
+        receive = self._source.recv
         rule_of, refusal = self.gate.rule, self.gate.refusal
         with contextlib.suppress(zmq.Again):  # nothing waits any more
             for _ in range(BATCH):
@@ -117,14 +117,7 @@ class KeyedPlane(PlaneThread):
                 if reason := refusal(rule, topic, header):
                     self._refuse(reason, rule)
                     continue
-                send(topic, zmq.SNDMORE)
-                if payload is None:
-                    send(header)
-                else:
-                    send(header, zmq.SNDMORE)
-                    send(payload, copy=False)
-                self.messages += 1
-                self.bytes += size
+                self._pass_on(topic, header, payload, size)
                 self._pings += PING.match(topic) is not None
 
     def _refuse(self, reason: str, rule: Any) -> None:

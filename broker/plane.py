@@ -134,7 +134,7 @@ class PlaneThread(threading.Thread):
 
     def _forward_some(self) -> None:
         """Forward what waits, BATCH messages at most. Every line of it is paid a thousand times a second."""
-        receive, more, send = self._source.recv, self._source.getsockopt, self._sink.send
+        receive, more = self._source.recv, self._source.getsockopt
         fits = self._topic.fullmatch
         with contextlib.suppress(zmq.Again):  # nothing waits any more
             for _ in range(BATCH):
@@ -151,14 +151,18 @@ class PlaneThread(threading.Thread):
                 if size > MESSAGE_BYTES:
                     self._drop("size")
                     continue
-                send(topic, zmq.SNDMORE)
-                if payload is None:
-                    send(header)
-                else:
-                    send(header, zmq.SNDMORE)
-                    send(payload, copy=False)
-                self.messages += 1
-                self.bytes += size
+                self._pass_on(topic, header, payload, size)
+
+    def _pass_on(self, topic: bytes, header: bytes, payload: zmq.Frame | None, size: int) -> None:
+        send = self._sink.send
+        send(topic, zmq.SNDMORE)
+        if payload is None:
+            send(header)
+        else:
+            send(header, zmq.SNDMORE)
+            send(payload, copy=False)
+        self.messages += 1
+        self.bytes += size
 
     def _drop(self, reason: str) -> None:
         """Leave a message out, with all that is left of it."""
