@@ -66,6 +66,8 @@ class OpenCall:
     opened_at: float
     attempt: int = 1
     attempt_at: float = 0.0
+    patience: float = 1.0
+    """How many times as long as usual this attempt waits: doubled each time, since answers may only have been under way."""
     answers: dict[Who, Answer] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
@@ -131,7 +133,8 @@ class Rounds:
         self.slot = 0
         """The next slot to open."""
         self.t = 0
-        self.xi_quorum, self.xi_sync = Ema(), Ema()
+        self.xi_quorum, self.xi_sync, self.xi_answer = Ema(), Ema(), Ema()
+        """Seconds from a call to its quorum, of a merge, and from an attempt to its quorum."""
         self._slot_at: float | None = None
         self._drain_at: float | None = None
         self._drained: set[int] = set()
@@ -217,8 +220,10 @@ class Rounds:
 
     def next_deadline(self, now: float) -> float:
         """When tick() has something to do at the latest, if nothing arrives before; now + 1 s at most."""
-        again = self._attempt_seconds()
-        times = [c.attempt_at + again if c.closes_at is None else c.closes_at for c in self.calls.values()]
+        usual = self._attempt_seconds()
+        times = [
+            c.attempt_at + c.patience * usual if c.closes_at is None else c.closes_at for c in self.calls.values()
+        ]
         times.append(now + 1.0)
         opens_at = self._opens_at(now)
         if opens_at is not None:
@@ -259,7 +264,7 @@ class Rounds:
 
     def failed(self, merge: Merge, now: float) -> Called:
         """The merge gave nothing usable: the same call once more, with new captures."""
-        return self._attempt_again(merge.call, now)
+        return self._attempt_again(merge.call, now, merge.call.patience)
 
     def wire_calls(self) -> tuple[Call, ...]:
         """Every open call as it is published, by slot."""
@@ -286,11 +291,13 @@ class Rounds:
             self._close(call)
             self._drained.add(call.fragment)
             yield Unmet(call)
-        elif now - call.attempt_at >= self._attempt_seconds():
-            yield self._attempt_again(call, now)
+        elif now - call.attempt_at >= call.patience * self._attempt_seconds():
+            enough = self.may_answer() >= self.settings.quorum
+            yield self._attempt_again(call, now, 2 * call.patience if enough else 1.0)
 
     def _quorum_met(self, call: OpenCall, now: float) -> None:
         call.quorum_at = now
+        self.xi_answer.take(now - call.attempt_at)
         limit = self.settings.grace_seconds
         if call.attempt == 1 and not call.drains:
             self.xi_quorum.take(now - call.opened_at)
@@ -300,19 +307,22 @@ class Rounds:
         )  # fmt: skip
         call.closes_at = now + grace
 
-    def _attempt_again(self, call: OpenCall, now: float) -> Called:
+    def _attempt_again(self, call: OpenCall, now: float, patience: float) -> Called:
         """Whatever was captured is too old by now: drop it and ask for new captures."""
         call.attempt += 1
-        call.attempt_at = now
+        call.attempt_at, call.patience = now, patience
         call.answers = {}
         call.quorum_at = call.closes_at = None
         return Called(call)
 
     def _attempt_seconds(self) -> float:
-        """H / P typical steps, but time enough for each awaited learner to reach a step boundary."""
+        """H / P typical steps, but time enough for each awaited learner to reach a step boundary, and twice as long as
+        answers usually take. Otherwise each would find, where the way is long, that a newer attempt is asked for.
+        """
         typical = self.members.typical_step_seconds()
         slowest = max((m.step_seconds for m in self.members.awaited()), default=0.0)
-        return max(self.schedule.steps_between * typical, 2 * slowest, 0.05) if typical else 1.0
+        usual = 2 * (self.xi_answer.value or 0.0)
+        return max(self.schedule.steps_between * typical, 2 * slowest, usual, 0.05) if typical else 1.0
 
     def _opens_at(self, now: float) -> float | None:
         """When the next slot may open; None while something other than time stands in the way."""

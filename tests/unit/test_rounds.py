@@ -226,6 +226,45 @@ def test_below_the_quorum_nothing_is_merged_and_old_captures_are_dropped_at_each
     assert [a.who[0] for a in of(h.tick(), Merge)[0].answers] == ["w0", "w2"]
 
 
+@pytest.mark.parametrize("travel_seconds", [0.2, 3.0, 40.0, 400.0])
+def test_answers_that_travel_for_longer_than_a_round_are_merged_all_the_same(travel_seconds: float) -> None:
+    """Each is of an attempt that was open when it was captured; one that is called off too soon would never be met."""
+    h = house(2, quorum=2)
+    under_way: list[tuple[float, Answer]] = []
+    attempts: list[int] = []
+    while len(h.merges) < 8:
+        assert h.now < 100 + 60 * travel_seconds + 600, "nothing is ever merged"
+        for called in of(h.tick(min(max(0.1, travel_seconds / 50), 2.0)), Called):
+            call = called.call
+            for worker in h.workers.values():
+                answer = worker.answer(call.slot, call.attempt, call.fragment)
+                under_way.append((h.now + travel_seconds, answer))
+        for merge in of(h.actions[-20:], Merge):
+            if len(attempts) < len(h.merges) and merge is h.merges[-1]:
+                attempts.append(merge.call.attempt)
+        h.adopt_all()
+        for worker in h.workers.values():
+            h.step(worker)
+        for _, answer in [pair for pair in under_way if pair[0] <= h.now]:
+            h.rounds.answer(answer)
+        under_way = [pair for pair in under_way if pair[0] > h.now]
+    assert attempts[-3:] == [1, 1, 1], "how long answers take is learned"
+
+
+def test_while_too_few_are_here_captures_are_made_anew_at_the_usual_pace() -> None:
+    h = house(1, quorum=2)
+    h.join("w1", 2)
+    h.step(h.workers["w1"], 2)
+    h.open_one()
+    del h.workers["w1"]
+    h.tick(SILENCE_SECONDS)
+    seen = []
+    for _ in range(30):
+        h.step(h.workers["w0"])
+        seen.append(len(of(h.tick(1.0), Called)))
+    assert sum(seen[10:]) >= 9
+
+
 def test_each_reason_of_refusal_is_given_and_changes_nothing() -> None:
     h = house(2)
     w0 = h.workers["w0"]
