@@ -26,6 +26,9 @@ PREFIX_BYTES = 128
 """Who asks for a longer one is barred; the longest that is allowed has 91 bytes."""
 HELLO_HEADER_BYTES = 8192
 """The largest header of an observer's Hello that is looked into."""
+CONTROL_A_SECOND, CONTROL_AT_ONCE = 500, 2000
+"""Control messages of one key that are passed on; the syncer's are not counted. A learner sends one a second, and a few
+dozen when it fetches; without a limit one of them could fill the syncer's queue, where all the others' would be lost."""
 NAME = "[a-z0-9][a-z0-9-]{0,39}"
 PING = re.compile(f"{NAME}/ping/".encode())
 
@@ -122,6 +125,22 @@ def says_observer(header: bytes) -> bool:
     except Malformed:
         return False
     return isinstance(rows, dict) and rows.get("role") == "observer"
+
+
+class Allowance:
+    """How many messages of each key may pass: `at_once`, and again as time goes by (a token bucket)."""
+
+    def __init__(self, a_second: float = CONTROL_A_SECOND, at_once: float = CONTROL_AT_ONCE) -> None:
+        self._a_second, self._at_once = a_second, at_once
+        self._left: dict[str, tuple[float, float]] = {}
+        """Of each key: how many, and when that was."""
+
+    def take(self, user: str, now: float) -> bool:
+        """Whether one more of this key may pass; it is counted."""
+        left, since = self._left.get(user, (self._at_once, now))
+        left = min(self._at_once, left + (now - since) * self._a_second)
+        self._left[user] = (left - (left >= 1), now)
+        return left >= 1
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ..common.config import MESSAGE_BYTES
 from ..common.log import get_logger
 from ..common.sockets import SUBSCRIBE, UNSUBSCRIBE
 from ..common.wire import Plane
-from .gate import PING, PREFIX_BYTES, REFUSALS, SUBSCRIPTIONS_SECONDS, Gate, Subscriptions
+from .gate import PING, PREFIX_BYTES, REFUSALS, SUBSCRIPTIONS_SECONDS, Allowance, Gate, Rule, Subscriptions
 from .plane import BATCH, OpenPair, PlaneThread
 
 log = get_logger("broker")
@@ -40,6 +40,7 @@ class KeyedPlane(PlaneThread):
         self.offenders: Counter[str] = Counter()
         """Messages and subscriptions refused, by the key of which they came."""
         self._bar = bar
+        self._allowance = Allowance() if plane is Plane.CONTROL else None
         self._table, self._opened_at = Subscriptions(), time.monotonic()
         self._pings = self._spoken = 0
 
@@ -105,7 +106,8 @@ class KeyedPlane(PlaneThread):
                 first = receive(zmq.NOBLOCK, copy=False)
                 second = receive(zmq.NOBLOCK, copy=False) if first.more else None
                 payload = receive(zmq.NOBLOCK, copy=False) if second is not None and second.more else None
-                rule = rule_of(user_of(first))
+                user = user_of(first)
+                rule = rule_of(user)
                 if second is None or (payload is not None and payload.more):
                     self._refuse("frames", rule)
                     continue
@@ -117,10 +119,18 @@ class KeyedPlane(PlaneThread):
                 if reason := refusal(rule, topic, header):
                     self._refuse(reason, rule)
                     continue
+                if self._too_often(user, rule):
+                    self._refuse("rate", rule)
+                    continue
                 self._pass_on(topic, header, payload, size)
                 self._pings += PING.match(topic) is not None
 
-    def _refuse(self, reason: str, rule: Any) -> None:
+    def _too_often(self, user: str | None, rule: Rule | None) -> bool:
+        if self._allowance is None or user is None or rule is None or rule.grant.role == "syncer":
+            return False
+        return not self._allowance.take(user, time.monotonic())
+
+    def _refuse(self, reason: str, rule: Rule | None) -> None:
         self._drop(reason)
         if rule is not None:
             self.offenders[str(rule.grant)] += 1

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 from decoupled_diloco.broker.__main__ import Idle
-from decoupled_diloco.broker.gate import SUBSCRIPTIONS, Gate, Rule, Subscriptions
+from decoupled_diloco.broker.gate import SUBSCRIPTIONS, Allowance, Gate, Rule, Subscriptions
 from decoupled_diloco.common.keys import ROLES, Grant, Role
 from decoupled_diloco.common.wire import BOTH_PLANES, MESSAGES, Hello, Plane, beat_topic, encode
 from hypothesis import given
@@ -264,3 +264,17 @@ def test_a_broker_that_was_not_told_to_is_never_idle() -> None:
     idle = Idle(0)
     assert not idle.over(1, in_use=True)
     assert not idle.over(1e9, in_use=False)
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+def test_so_many_messages_of_a_key_pass_at_once_and_then_so_many_a_second_whatever_others_send() -> None:
+    allowance = Allowance(a_second=10, at_once=30)
+    assert sum(allowance.take("eve", 5.0) for _ in range(1000)) == 30
+    passed = sum(allowance.take("eve", 5.0 + i / 1000) for i in range(10_000))
+    assert 98 <= passed <= 101
+    assert all(allowance.take("bob", 5.0) for _ in range(30))
+
+
+def test_who_sends_less_than_the_allowance_is_never_kept_waiting() -> None:
+    allowance = Allowance(a_second=10, at_once=30)
+    assert all(allowance.take("bob", i / 9) for i in range(10_000))
