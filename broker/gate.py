@@ -28,7 +28,8 @@ HELLO_HEADER_BYTES = 8192
 """The largest header of an observer's Hello that is looked into."""
 CONTROL_A_SECOND, CONTROL_AT_ONCE = 500, 2000
 """Control messages of one key that are passed on; the syncer's are not counted. A learner sends one a second, and a few
-dozen when it fetches; without a limit one of them could fill the syncer's queue, where all the others' would be lost."""
+dozen when it fetches. Without a limit one of them could fill the syncer's queue, where all the others' would be lost.
+"""
 NAME = "[a-z0-9][a-z0-9-]{0,39}"
 PING = re.compile(f"{NAME}/ping/".encode())
 

@@ -55,7 +55,7 @@ class Link:
         self.address = Address.parse(config.broker)
         self.conversation = Conversation(config, me, desk, Seeding(me, source))
         self._waker = Waker()
-        self._wants_keyframes = True
+        self._wants_keyframes = False
         self._abandoned = False
         self._thread = threading.Thread(target=self._run, name=f"diloco-link-{me.name}", daemon=True)
 
@@ -151,7 +151,6 @@ class Link:
         down[Plane.CONTROL].subscribe(prefix(run, "welcome", self.conversation.me.name))
         down[Plane.BULK].subscribe(beat_topic(run))
         down[Plane.BULK].subscribe(prefix(run, "fragment"))
-        down[Plane.BULK].subscribe(prefix(run, "keyframe"))
 
     def _hear(self, down: dict[Plane, Downlink]) -> None:
         for plane, downlink in down.items():
@@ -161,7 +160,7 @@ class Link:
                     break
                 self.conversation.heard(message, plane, time.monotonic())
         follower = self.conversation.follower
-        wants = follower is None or follower.wants_keyframes
+        wants = follower is not None and follower.wants_keyframes  # others' are heard, and paid for, by who subscribes
         if wants != self._wants_keyframes:
             self._wants_keyframes = wants
             change = down[Plane.BULK].subscribe if wants else down[Plane.BULK].unsubscribe

@@ -67,7 +67,7 @@ class OpenCall:
     attempt: int = 1
     attempt_at: float = 0.0
     patience: float = 1.0
-    """How many times as long as usual this attempt waits: doubled each time, since answers may only have been under way."""
+    """How many times as long as usual this attempt waits. Doubled each time: answers may only have been under way."""
     answers: dict[Who, Answer] = field(default_factory=dict)
     quorum_at: float | None = None
     closes_at: float | None = None
@@ -221,9 +221,7 @@ class Rounds:
     def next_deadline(self, now: float) -> float:
         """When tick() has something to do at the latest, if nothing arrives before; now + 1 s at most."""
         usual = self._attempt_seconds()
-        times = [
-            c.attempt_at + c.patience * usual if c.closes_at is None else c.closes_at for c in self.calls.values()
-        ]
+        times = [c.attempt_at + c.patience * usual if c.closes_at is None else c.closes_at for c in self.calls.values()]
         times.append(now + 1.0)
         opens_at = self._opens_at(now)
         if opens_at is not None:

@@ -192,6 +192,25 @@ def test_only_what_is_missing_of_version_0_is_sent_again(broker: str) -> None:
         assert len(syncer.all_of(Seed, fragment=1)) == len(syncer.all_of(Seed, fragment=2)) == 1
 
 
+def test_who_is_not_welcomed_yet_does_not_hear_what_another_joiner_fetches(broker: str, syncer: ScriptedSyncer) -> None:
+    first: list[Trainer] = []
+
+    def wait_for_the_first(hello: Hello) -> dict[str, Any]:
+        waits = hello.name == "later" and not first
+        return {"verdict": "wait", "reason": "not yet"} if waits else {"verdict": "welcome"}
+
+    syncer.verdict = wait_for_the_first
+    thread, joined = in_thread(lambda: trainer(broker, name="later"))
+    syncer.wait_for(Hello, name="later")
+    first.append(trainer(broker, name="first"))
+    wait_for(lambda: not thread.is_alive(), "the second joins")
+    for each in (first[0], joined[0]):
+        each.session.close("stopped")
+    syncer.wait_for(Goodbye, name="later")
+    model_bytes = sum(4 * vector.numel() for vector in syncer.public)
+    assert model_bytes < syncer.all_of(Alive, name="later")[-1].bytes_down < 1.5 * model_bytes
+
+
 def test_a_learner_that_must_wait_asks_again_until_it_is_welcome(broker: str, syncer: ScriptedSyncer) -> None:
     def wait_twice(hello: Hello) -> dict[str, Any]:
         waits = len(syncer.all_of(Hello)) <= 2
