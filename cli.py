@@ -118,6 +118,7 @@ def broker(context: click.Context, /, **given: Any) -> int:
 @click.option("--init", type=click.Path(path_type=Path), help="A safetensors file to begin from.")
 @DATA
 @KEY
+@click.option("--tape", type=click.Path(path_type=Path), help="Folder into which an event tape is written, for replay.")
 @click.option("--stop-redis", is_flag=True, help="Once the run is finished and saved, tell Redis to save and end too.")
 @options_of(RunSettings)
 @options_of(TaskSettings)
@@ -167,7 +168,7 @@ def learner(context: click.Context, /, **given: Any) -> int:
 
 @group.command()
 @BROKER
-@options_of(LearnerConfig, leave_out=("broker", "name", "directory", "orphan_timeout_seconds"))
+@options_of(LearnerConfig, leave_out=("broker", "name", "directory", "orphan_timeout_seconds", "tape"))
 @click.option(
     "--dir",
     "directory",

@@ -261,6 +261,8 @@ class SyncerConfig:
     """How long the end of a run waits for answers, and again for acknowledgements."""
     key: Path | None = None
     """The key file, of role syncer, that a broker with keys asks for."""
+    tape: Path | None = None
+    """Folder for the event tape; None = none is written."""
     stop_redis: bool = False
     """Once the run is finished and saved, tell Redis to save and end too."""
 
@@ -285,6 +287,8 @@ class LearnerConfig:
     """Where an orphan saves its parameters. Without it: the working directory."""
     key: Path | None = None
     """The key file, made by `diloco keys new`, that a broker with keys asks for. It says which run, too."""
+    tape: Path | None = None
+    """Folder into which an event tape of this learner is written, for `diloco replay`. Without it: none."""
 
     def __post_init__(self) -> None:
         check_name("--name", self.name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..common.errors import DilocoError, SaveFailed, SettingError
 from ..common.log import get_logger
 from ..common.registry import redact_url
+from ..common.tape import FOLDER
 from ..monitor.folder import RunFolder
 from .children import Exit, Family, Process, spawn
 from .environment import variable
@@ -77,12 +78,13 @@ class House:
         else:
             self.redis = config.redis
         self._add("broker", ["--port", str(config.broker_port)])
-        self._add("syncer", ["--dir", str(self.folder.path), "--broker", self.broker])
+        tape = ["--tape", str(self.folder.path / FOLDER)] if config.tape else []
+        self._add("syncer", ["--dir", str(self.folder.path), "--broker", self.broker, *tape])
         text = [] if config.data is None else ["--data", str(config.data)]
         run = ["--run", self.prepared.setup.settings.run]
         for name in self.learners:
             where = ["--device", config.device, "--threads", str(self.threads), "--dir", str(self.folder.path)]
-            self._add(name, ["--broker", self.broker, *run, "--name", name, *where, *text], threads=self.threads)
+            self._add(name, ["--broker", self.broker, *run, "--name", name, *where, *text, *tape], threads=self.threads)
         if config.evaluator:
             where = ["--dir", str(self.folder.path), "--eval-every", str(config.eval_every)]
             self._add("evaluator", ["--broker", self.broker, *run, *where, *text])

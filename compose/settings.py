@@ -36,6 +36,8 @@ class UpConfig:
     """Port of the store that is started. 0 = a free one."""
     broker_port: int = 0
     """First of the broker's four consecutive ports. 0 = 5550, or the next four that are free."""
+    tape: bool = False
+    """Write an event tape into the run's folder, for `diloco replay`: every decision, and every step boundary."""
     as_json: bool = False
     """End standard output with one line of JSON: the run's figures. Progress goes to standard error."""
 
@@ -64,6 +66,6 @@ class UpConfig:
 
     def remembered(self) -> dict[str, Any]:
         """What settings.json keeps, so that --resume goes on alike: plain values."""
-        kept = ("learners", "device", "threads", "eval_every", "evaluator", "data")
+        kept = ("learners", "device", "threads", "eval_every", "evaluator", "data", "tape")
         rows = {name: value for name, value in asdict(self).items() if name in kept}
         return rows | {"data": None if self.data is None else str(self.data.absolute())}

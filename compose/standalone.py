@@ -44,6 +44,7 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
         init=given["init"],
         data_hash=setup.data_hash,
         key=given["key"],
+        tape=given["tape"],
         stop_redis=given["stop_redis"],
     )
 

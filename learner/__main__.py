@@ -40,7 +40,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
         session = join(
             config.broker, model, optimizer, name=config.name, run=beat.run, data_hash=corpus.sha256, key=config.key,
             join_timeout_seconds=config.join_timeout_seconds, orphan_timeout_seconds=config.orphan_timeout_seconds,
-            directory=config.directory,
+            directory=config.directory, tape=config.tape,
         )  # fmt: skip
         leave.at_once = False
     except KeyboardInterrupt:

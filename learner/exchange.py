@@ -46,12 +46,12 @@ class Exchange:
             self.replica.overwrite(fragment, public.vector)
         self.public = list(final)
 
-    def answer(self, calls: Sequence[Call]) -> bool:
-        """Copy the fragment of each call that may be answered now; True if there was one."""
+    def answer(self, calls: Sequence[Call]) -> list[Call]:
+        """Copy the fragment of each call that may be answered now; these calls."""
         wanted = [call for call in calls if self.books.may_answer(call)]
         for call in wanted:
             self._capture(call)
-        return bool(wanted)
+        return wanted
 
     def _take(self, arrivals: Sequence[Arrival], how: str) -> None:
         for arrival in arrivals:

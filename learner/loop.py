@@ -36,13 +36,29 @@ def train(
     """Inner steps until the run is over or `stop` is set; then the model holds what the session left in it."""
     said_at = time.monotonic()
     for local_step, (inputs, targets) in enumerate(batches):
-        rate = inner_lr * schedule(session.progress.fraction, local_step)
-        loss = inner_step(model, optimizer, inputs, targets, rate)
-        if not session.step(tokens=targets.numel(), loss=loss) or stop.is_set():
+        loss = train_on(session, model, optimizer, inputs, targets, local_step=local_step, inner_lr=inner_lr)
+        if session.finished or stop.is_set():
             return
         if time.monotonic() - said_at >= SAY_SECONDS:
             said_at, run = time.monotonic(), session.progress
             log.info("training", step=run.step, steps=run.steps, loss=round(loss, 3), local_steps=session.local_steps)
+
+
+def train_on(
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    local_step: int,
+    inner_lr: float,
+) -> float:
+    """One inner step and its session call; the loss before it, in nats per byte."""
+    rate = inner_lr * schedule(session.progress.fraction, local_step)
+    loss = inner_step(model, optimizer, inputs, targets, rate)
+    session.step(tokens=targets.numel(), loss=loss)
+    return loss
 
 
 def schedule(fraction: float, local_step: int) -> float:

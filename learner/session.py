@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from ..common.config import RunSettings, TaskSettings
+from ..common.config import LearnerConfig, RunSettings, TaskSettings
 from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
 from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
@@ -25,12 +25,13 @@ from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
 from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
-from .identity import identify
+from .identity import Identity, identify
 from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
 from .joining import await_joined, member
 from .link import Link
 from .pace import Pace, Progress
 from .replica import Replica
+from .taping import Tape
 
 log = get_logger("learner")
 
@@ -40,6 +41,26 @@ FORGIVEN_AFTER_STEPS = 100
 """A learner that is not finite again within so many steps after a reset has diverged."""
 GRACE_SECONDS = 3.0
 """What closing may take beyond the waiting for answers: the sockets' linger time."""
+
+
+class Way(Protocol):
+    """What a session needs of the way to its run: a Link, or a simulator's own."""
+
+    config: LearnerConfig
+    me: Identity
+    desk: Desk
+
+    def wake(self) -> None:
+        """Something lies on the desk."""
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and end."""
+
+    def abandon(self) -> None:
+        """End at once."""
+
+    def join_thread(self, seconds: float) -> bool:
+        """Wait for the end; False if it does not come."""
 
 
 def join(
@@ -56,6 +77,7 @@ def join(
     join_timeout_seconds: float = 60.0,
     orphan_timeout_seconds: float = 600.0,
     directory: Path | str | None = None,
+    tape: Path | str | None = None,
 ) -> Session:
     """Join the run at `address` (tcp://HOST:PORT); afterwards the model holds the run's global weights.
 
@@ -75,6 +97,7 @@ def join(
     data_hash: sha256 of the data set, where the run compares it.
     key: the key file, for a broker that asks for keys (see diloco keys new); it says which run as well.
     directory: where parameters are saved if no beat is heard for `orphan_timeout_seconds`; None = the current one.
+    tape: folder into which an event tape of this learner is written (see docs/tapes.md); None = none is.
 
     Raises SettingError (an argument or the model is not as it must be), Refused (the run does not take this learner),
     PeerLost (nobody answers for `join_timeout_seconds`).
@@ -83,6 +106,7 @@ def join(
     config = member(
         address, run, name, key, ("learner",), join_timeout_seconds=join_timeout_seconds,
         orphan_timeout_seconds=orphan_timeout_seconds, directory=None if directory is None else Path(directory),
+        tape=None if tape is None else Path(tape),
     )  # fmt: skip
     me = identify(config.run, config.name, entries, data_hash=data_hash)
     link = Link(config, me, Desk(), lambda plan: Replica(model, plan, masters))
@@ -101,7 +125,7 @@ def join(
 class Session:
     """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
 
-    def __init__(self, link: Link, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
+    def __init__(self, link: Way, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
         self.name, self.incarnation, self.run = link.me.name, link.me.incarnation, link.me.run
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
@@ -109,6 +133,7 @@ class Session:
         self.finished = False
         """The run is over, and the model holds the final global weights."""
         self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
+        self._tape = Tape.of(link.config.tape, link.me, joined)
         self._books = Books(link.me.pair, joined.plan.P)
         self._exchange = Exchange(link.desk, joined, replica, self._books)
         self._losses = LossWatch()
@@ -123,6 +148,7 @@ class Session:
         waits = self._desk.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
             self._adopt(waits)
+            self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset)
         self._stick.adopted()
         self._pace = Pace(time.monotonic())
         self._report()
@@ -143,7 +169,8 @@ class Session:
                 if self._closed
                 else f"session of {self.name}: step() inside global_weights(); leave that block first"
             )
-        if self.finished:
+        if self.finished:  # it was when this session joined, or the loop went on: what it has done since must not stay
+            self._exchange.conclude(self._exchange.public)
             return False
         self._pace.enter(time.monotonic())
         self._books.count(_tokens(tokens, self._books.now))
@@ -157,14 +184,15 @@ class Session:
             if not fine and not was_resetting:
                 self._not_finite()
             self._report()
-            self._answer(waits.calls)
+            answered = self._answer(waits.calls)
+            self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset, answered=answered)
         self._pace.leave(time.monotonic())
         return not self.finished
 
     @property
     def progress(self) -> Progress:
         """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
-        return self._desk.progress(time.monotonic())
+        return self._tape.told(self._desk.progress(time.monotonic()))
 
     @property
     def ramp(self) -> float:
@@ -223,11 +251,12 @@ class Session:
         if reason == "left" and not self.finished:
             waits = self._desk.boundary()
             if waits.failure is None and waits.final is None:
-                self._answer(waits.calls)
+                self._tape.boundary(self._books.now, (), answered=self._answer(waits.calls))
         self._link.leave("finished" if self.finished else reason)
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
         if not self._link.join_thread(patience):
             self._link.abandon()
+        self._tape.close(finished=self.finished)
         log.info("left", learner=self.name, reason="finished" if self.finished else reason,
                  local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
 
@@ -260,9 +289,11 @@ class Session:
             self._losses.forget_pending()
             log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
 
-    def _answer(self, calls: tuple[Call, ...]) -> None:
-        if not self._resetting and self._exchange.answer(calls):
+    def _answer(self, calls: tuple[Call, ...]) -> list[Call]:
+        answered = [] if self._resetting else self._exchange.answer(calls)
+        if answered:
             self._link.wake()
+        return answered
 
     # --- what may go wrong -------------------------------------------------------------------------------------------
     def _not_finite(self) -> None:

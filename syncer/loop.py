@@ -203,8 +203,7 @@ class Syncer:
         rounds = run.served.rounds
         figures = run_figures(rounds, run.served.figures, run.phase, now)
         teller.run(figures | {"model_hash": run.model_hash, "save_error": self.parts.writer.last_error})
-        for member in rounds.members.forget_oldest():
-            rounds.forget(member)
+        for member in rounds.forget_oldest():
             teller.registry.forget_learner(member.name)
         for member in rounds.members.by_name.values():
             teller.member(member, rounds, now)
@@ -256,6 +255,7 @@ class Syncer:
     def _mark_finished(self, served: Served) -> None:
         self.current.phase = "finished"
         self.current.model_hash = served.state.model_hash()
+        served.rounds.ended(self.current.model_hash)
         self._finished_at = time.monotonic()
 
     def _over(self) -> bool:

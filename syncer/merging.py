@@ -42,9 +42,8 @@ class Merging:
     def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
         """Carry out a Merge: new version, published to all. Whose answers could not be counted."""
         began, call, rounds, teller = time.perf_counter(), merge.call, served.rounds, self._parts.teller
-        weights = [token_weight(a.tokens, a.steps) for a in merge.answers]
         try:
-            merged = served.state.merge(call.fragment, [a.vector.delta for a in merge.answers], weights)
+            merged = merge_answers(served, merge)
         except Malformed as wrong:
             teller.warn("merge_failed", fragment=call.fragment, slot=call.slot, detail=str(wrong))
             self._parts.lines.send(rounds.wire_call(rounds.failed(merge, now).call))
@@ -52,11 +51,7 @@ class Merging:
         t = rounds.step(now)
         self._publish(served, merge, merged, t)
         seconds = time.perf_counter() - began
-        rounds.merged(merge, seconds)
-        served.intake.forget_closed()
-        for answer in merge.answers:
-            served.screen.merged(call.fragment, answer.vector.norm)
-        _count(served, merge, now, seconds)
+        book_merge(served, merge, merged, now, seconds)
         teller.merged(served.state, merge, merged, t, seconds)
         return tuple(a.who for a in merge.unreported)
 
@@ -116,8 +111,19 @@ class Merging:
         return lambda part: Keyframe(**header, **part), payload
 
 
-def _count(served: Served, merge: Merge, now: float, seconds: float) -> None:
+def merge_answers(served: Served, merge: Merge) -> Merged:
+    """The fragment's next version from these answers, by their weights. Malformed if it is not finite."""
+    weights = [token_weight(a.tokens, a.steps) for a in merge.answers]
+    return served.state.merge(merge.call.fragment, [a.vector.delta for a in merge.answers], weights)
+
+
+def book_merge(served: Served, merge: Merge, merged: Merged, now: float, seconds: float) -> None:
+    """Everybody who keeps count learns of a merge that was published and took so many seconds."""
     rounds = served.rounds
+    rounds.merged(merge, seconds, merged.digest)
+    served.intake.forget_closed()
+    for answer in merge.answers:
+        served.screen.merged(merge.call.fragment, answer.vector.norm)
     served.figures.reached(rounds.step(now), len(rounds.members.live()))
     served.figures.merged(
         now,

@@ -71,12 +71,11 @@ class Reception:
         members = served.rounds.members
         was = members.get((alive.name, alive.incarnation))
         returned = was is not None and was.state == "lost"
-        member = members.heard(alive, now)
+        member = served.rounds.heard(alive, now)
         if member is None:
             if was is None:
                 self._tell_stranger(alive, members)
             raise Malformed("stranger", "not a member")
-        served.rounds.report(member.who, alive.tokens)
         if returned:
             self._parts.teller.event("returned", learner=member.name)
         served.figures.stepped(now, alive.since_first_step_seconds)
@@ -96,9 +95,7 @@ class Reception:
         member = served.rounds.members.get(who) if served else None
         if served is None or member is None or member.state == "left":
             return  # the same goodbye again
-        served.rounds.report(who, goodbye.tokens)
-        served.rounds.members.leave(who, goodbye.local_steps, goodbye.tokens)
-        served.rounds.retire(who)
+        served.rounds.left(who, goodbye.local_steps, goodbye.tokens)
         self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
             self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
@@ -128,8 +125,7 @@ class Reception:
     def _join(self, served: Served, hello: Hello, now: float) -> None:
         members, teller = served.rounds.members, self._parts.teller
         known = members.get((hello.name, hello.incarnation))
-        member = members.join(hello.name, hello.incarnation, now)
-        served.rounds.succeed(member.who)
+        member = served.rounds.join(hello.name, hello.incarnation, now)
         member.host, member.device, member.pid = hello.host, hello.device, hello.pid
         if known is not None:
             return

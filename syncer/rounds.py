@@ -2,8 +2,11 @@
 
 Whoever drives it (the syncer's loop, a simulator, a test) passes the time and carries out the actions:
 
-    tick(now)   -> [Called, Merge, Unmet, Lost, Drained]     answer(answer, now) -> "" or the reason of its refusal
+    join(...), heard(...), left(...), answer(...)   who comes, reports, goes, and what was trained
+    tick(now)   -> [Called, Merge, Unmet, Lost, Drained]
     merged(...) / failed(...)   what became of a Merge
+
+Its state is a function of these calls alone: a tape of them (recording) takes the same decisions again.
 
 A call is open until it is merged. Per fragment there is one call at a time, at most tau at all, except at the end,
 where every fragment is called once more.
@@ -16,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..common.config import MAX_LAG, RunSettings
-from ..common.wire import Call
+from ..common.wire import Alive, Call
 from .ledger import Ledger, Who
 from .members import Member, Members
 from .pace import Ema, Schedule, grace_seconds
@@ -142,6 +145,33 @@ class Rounds:
         self._forgotten: set[str] = set()
         self.paused = False
 
+    # --- who is here -------------------------------------------------------------------------------------------------
+    def join(self, name: str, incarnation: int, now: float) -> Member:
+        """Enter this learner, or find it again; every other incarnation of its name is gone for good."""
+        member = self.members.join(name, incarnation, now)
+        self._retired |= {other for other in self.ledger.open_books(name) if other != member.who}
+        return member
+
+    def heard(self, alive: Alive, now: float) -> Member | None:
+        """Take a report; None if the sender is no member."""
+        member = self.members.heard(alive, now)
+        if member is not None:
+            self.ledger.report(member.who, alive.tokens)
+        return member
+
+    def left(self, who: Who, local_steps: int, tokens: int) -> None:
+        """It said goodbye, with its last counters."""
+        self.ledger.report(who, tokens)
+        self.members.leave(who, local_steps, tokens)
+        self._retired.add(who)
+
+    def forget_oldest(self) -> list[Member]:
+        """Members that ended and are too many to list: of a name nothing stays but what it added to the totals."""
+        gone = self.members.forget_oldest()
+        self._retired |= {member.who for member in gone}
+        self._forgotten |= {member.name for member in gone}
+        return gone
+
     # --- answers -----------------------------------------------------------------------------------------------------
     def refusal(self, answer: Answer) -> str:
         """'' if the answer would be taken now, else one word why not. Changes nothing."""
@@ -184,26 +214,12 @@ class Rounds:
         """One that counts takes the place of one that does not: nobody is shut out by what was sent in his name."""
         return self._counts(answer) and not self._counts(known)
 
+    def ended(self, model_hash: str) -> None:
+        """The final model has this hash; for a tape."""
+
     def pause(self) -> None:
         """Open no more slots: the syncer is about to stop."""
         self.paused = True
-
-    def retire(self, who: Who) -> None:
-        """This incarnation is gone for good: its book is closed once no open call holds an answer of it."""
-        self._retired.add(who)
-
-    def forget(self, member: Member) -> None:
-        """It is listed no more: of its name nothing stays but what it added to the totals."""
-        self.retire(member.who)
-        self._forgotten.add(member.name)
-
-    def succeed(self, who: Who) -> None:
-        """This incarnation has its name now: every other one of that name is gone for good."""
-        self._retired |= {other for other in self.ledger.open_books(who[0]) if other != who}
-
-    def report(self, who: Who, tokens: int) -> None:
-        """A member's cumulative token counter, from its Alive or Goodbye."""
-        self.ledger.report(who, tokens)
 
     # --- time --------------------------------------------------------------------------------------------------------
     def tick(self, now: float) -> list[Action]:
@@ -248,8 +264,9 @@ class Rounds:
         return self.may_answer() < self.settings.quorum and all(call.quorum_at is None for call in self.calls.values())
 
     # --- what became of a Merge --------------------------------------------------------------------------------------
-    def merged(self, merge: Merge, seconds: float) -> None:
-        """The merge made the next version: book its intervals and close the call."""
+    def merged(self, merge: Merge, seconds: float, digest: str = "") -> None:
+        """The merge made the next version, of this sha256 (for a tape): book its intervals and close the call."""
+        del digest
         call = merge.call
         for a in merge.answers:
             self.ledger.merge(a.who, a.fragment, a.tokens_from, a.tokens_to)

@@ -9,6 +9,7 @@ from .checkpoint import Restored
 from .export import check_model_file
 from .figures import Figures
 from .parts import Parts, Run, Served
+from .recording import recorded
 from .rounds import Rounds
 from .state import GlobalState
 from .survey import Survey
@@ -45,8 +46,11 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> bool:
 
 def serve(parts: Parts, run: Run, state: GlobalState) -> Served:
     """The model is here (version 0, or a checkpoint): from now on Hellos can be welcomed."""
-    plan = state.plan
-    rounds = Rounds(run.settings, [f.parameters for f in plan.fragments], run.epoch)
+    plan, config = state.plan, parts.config
+    if config.tape is None:
+        rounds = Rounds(run.settings, [f.parameters for f in plan.fragments], run.epoch)
+    else:
+        rounds = recorded(config.tape, run.settings, config.task, plan, epoch=run.epoch, data_hash=config.data_hash)
     rounds.versions = list(state.versions)
     run.served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
     run.phase = "running"

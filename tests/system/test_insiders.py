@@ -17,7 +17,7 @@ from decoupled_diloco.common.keys import revoke
 from decoupled_diloco.common.sockets import Downlink
 from decoupled_diloco.common.wire import Alive, Beat, Call, Delta, Keyframe, Plane, Update, encode, prefix, split
 from house import resident_mib
-from keyed import RUN, Insider, KeyedRun
+from keyed import RUN, START_SECONDS, Insider, KeyedRun
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(500)  # whole runs, on a machine that may be busy with others
@@ -253,8 +253,8 @@ def test_while_one_key_holder_floods_the_others_train_on(run: KeyedRun, mallory:
     before = run.memory_mib()
     with Meanwhile(lambda: mallory.publish(frames, plane)) as flood:
         run.wait_for_merges(10, "under the flood")
-    assert flood.times > 1000 or plane is Plane.BULK
-    assert flood.times > 50
+        wait_for(lambda: flood.times > (50 if plane is Plane.BULK else 1000), "it is a flood", START_SECONDS)
+        run.wait_for_merges(2, "under the flood still")
     run.wait_for_merges(2, "after it")
     now = run.memory_mib()
     assert now["broker"] - before["broker"] < 2.5 * 256 + 64, "more than its queues hold"

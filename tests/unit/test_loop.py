@@ -27,11 +27,15 @@ class Counting:
     def progress(self) -> Progress:
         return Progress(exact=float(self.local_steps), steps=3)
 
+    @property
+    def finished(self) -> bool:
+        return self.local_steps >= 3
+
     def step(self, tokens: int, loss: float) -> bool:
         assert tokens == TASK.tokens_per_step
         self.local_steps += 1
         self.losses.append(loss)
-        return self.local_steps < 3
+        return not self.finished
 
 
 def trained(stop: threading.Event) -> Counting:

@@ -68,7 +68,7 @@ class House:
 
     def join(self, name: str, incarnation: int, step_seconds: float = 1.0) -> Worker:
         worker = Worker(name, incarnation, versions=list(self.rounds.versions))
-        self.rounds.succeed(self.rounds.members.join(name, incarnation, self.now).who)
+        self.rounds.join(name, incarnation, self.now)
         self.workers[name] = worker
         worker.step_seconds = step_seconds
         return worker
@@ -78,8 +78,7 @@ class House:
         self.hear(worker)
 
     def hear(self, worker: Worker, age: float = 0.0) -> None:
-        if self.rounds.members.heard(worker.alive(age), self.now) is not None:
-            self.rounds.report(worker.who, worker.steps * TOKENS)
+        self.rounds.heard(worker.alive(age), self.now)
 
     def tick(self, seconds: float = 0.0) -> list[Action]:
         """Let `seconds` pass, carry out what the machine wants, and give it back."""
@@ -428,11 +427,9 @@ def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_chang
     for i in range(1, 3 * REMEMBERED):
         passer = h.join(f"passer-{i}", 100 + i)
         h.step(passer, 2)
-        h.rounds.members.leave(passer.who)
-        h.rounds.retire(passer.who)
+        h.rounds.left(passer.who, passer.steps, passer.steps * TOKENS)
         del h.workers[passer.name]
-        for member in h.rounds.members.forget_oldest():
-            h.rounds.forget(member)
+        h.rounds.forget_oldest()
         h.tick()
         sizes.append(len(json.dumps(h.rounds.to_json())))
     assert max(sizes) <= 1.2 * sizes[REMEMBERED]
@@ -620,8 +617,7 @@ class AnyOrder(RuleBasedStateMachine):
     def say_goodbye(self, pick: int) -> None:
         if worker := self._worker(pick):
             self.h.hear(worker)
-            self.h.rounds.members.leave(worker.who)
-            self.h.rounds.retire(worker.who)
+            self.h.rounds.left(worker.who, worker.steps, worker.steps * TOKENS)
             del self.h.workers[worker.name]
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.5, 1.0, SILENCE_SECONDS]))

@@ -136,6 +136,12 @@ def me(broker: str, syncer: ScriptedSyncer) -> Iterator[Trainer]:
     joined.session.close("stopped")
 
 
+def talk_of(session: Session) -> conversation.Conversation:
+    """What its link says and hears."""
+    assert isinstance(session._link, Link)
+    return session._link.conversation
+
+
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     """`work` in a thread; what it returns or raises is in the list once it has ended."""
     result: list[Any] = []
@@ -311,7 +317,9 @@ def test_a_learner_of_a_finished_run_holds_the_final_model_and_takes_no_step(
     assert joined.session.finished
     assert (joined.model.wide == 5).all()
     assert joined.session.progress.fraction == 1.0
-    assert not joined.session.step(tokens=1)
+    assert not joined.step(), "its loop takes one before it asks"
+    assert (joined.model.wide == 5).all()
+    assert joined.session.local_steps == 0
     joined.session.close()
     assert syncer.wait_for(Goodbye)[0].model_hash == syncer.model_hash
 
@@ -358,9 +366,9 @@ def test_the_same_bytes_are_sent_again_until_the_syncer_lists_the_answer(syncer:
     assert replace(again, sequence=0, payload=b"") == replace(first, sequence=0, payload=b"")
     assert bytes(again.payload) == bytes(first.payload)
     syncer.confirm(0, "me")
-    wait_for(lambda: me.session._link.conversation.answers.unconfirmed == 0, "the learner knows that it was heard")
+    wait_for(lambda: talk_of(me.session).answers.unconfirmed == 0, "the learner knows that it was heard")
     syncer.close_call(0)
-    wait_for(lambda: not me.session._link.conversation.answers._kept, "the kept answer is forgotten")
+    wait_for(lambda: not talk_of(me.session).answers._kept, "the kept answer is forgotten")
 
 
 def test_a_new_attempt_is_answered_with_a_new_capture(syncer: ScriptedSyncer, me: Trainer) -> None:
@@ -411,7 +419,7 @@ def test_who_did_not_contribute_may_answer_from_an_older_anchor(syncer: Scripted
 
 def test_what_is_sent_is_the_model_as_it_was_at_its_capture(broker: str, syncer: ScriptedSyncer, me: Trainer) -> None:
     """The link encodes only after the model has trained on."""
-    talk = me.session._link.conversation
+    talk = talk_of(me.session)
     gate, encode = threading.Event(), talk._answer
 
     def late(capture: Any) -> None:
@@ -471,7 +479,7 @@ def test_an_update_with_another_digest_is_never_adopted(syncer: ScriptedSyncer, 
     syncer.merge(1, vectors(6.0)[1])
     syncer.say(replace(syncer.last[1][0], digest="0" * 64))
     me.gets(1, 2)
-    assert me.session._link.conversation.rejected["digest"] == 1
+    assert talk_of(me.session).rejected["digest"] == 1
     me.step()
     assert (me.model.narrow == 6).all()
 
@@ -522,7 +530,7 @@ def test_a_reset_takes_the_whole_model_at_once_and_drops_the_answers(syncer: Scr
     me.step()
     assert (me.model.wide == 5).all()
     assert (me.model.narrow == 5).all()
-    assert not me.session._link.conversation.answers._kept
+    assert not talk_of(me.session).answers._kept
 
 
 def test_a_rebase_keeps_a_contributors_steps_since_its_capture(broker: str) -> None:
@@ -626,7 +634,7 @@ def test_a_link_that_fails_tells_the_next_step(syncer: ScriptedSyncer, me: Train
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of order")
 
-    me.session._link.conversation.tick = broken  # type: ignore[method-assign, assignment]
+    talk_of(me.session).tick = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(DilocoError, match=r"the link to tcp.* failed: RuntimeError: out of order"):
         wait_for(lambda: not me.step(), "the failure is told")
 
@@ -735,7 +743,7 @@ def test_a_welcome_for_another_incarnation_changes_nothing(syncer: ScriptedSynce
     )
     syncer.merge(1, vectors(6.0)[1])
     me.gets(1, 2)
-    assert not me.session._link.conversation._gathering
+    assert not talk_of(me.session)._gathering
 
 
 def test_after_a_restart_of_the_broker_the_learner_goes_on_by_itself() -> None:

@@ -1,0 +1,107 @@
+"""Event tapes: what happened in a run, in the order in which each process saw it, as JSON lines.
+
+A tape is a folder. Each process writes its own file, so that nobody waits for anybody:
+
+    syncer-EPOCH.jsonl          every input of the round machine with its time, and every decision
+    NAME-INCARNATION.jsonl      every step boundary of one life of a learner: what it adopted, what it captured
+
+The first line of a file says what it is of. A run and a simulation write the same; `diloco replay` takes both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SettingError
+
+VERSION = 1
+FOLDER = "tape"
+"""Of a run's folder: where `diloco up --tape` has it written."""
+Row = dict[str, Any]
+
+
+class TapeWriter:
+    """One process's file. Lines go to the system at once: what a killed process did stands there, too."""
+
+    def __init__(self, folder: Path, name: str, **head: Any) -> None:
+        """SettingError if the file cannot be made, or is there already: a tape is never written over."""
+        path = folder / f"{name}.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("x", buffering=1)
+        except FileExistsError as wrong:
+            raise SettingError(
+                f"{path} is there already, and a tape is not written over; name another --tape"
+            ) from wrong
+        except OSError as wrong:
+            raise SettingError(f"the tape {path} cannot be written: {wrong.strerror or wrong}") from wrong
+        self.write("tape", version=VERSION, **head)
+
+    def write(self, what: str, **row: Any) -> None:
+        self._file.write(json.dumps({"what": what, **row}, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class TapeFile:
+    """One file of a tape, read."""
+
+    path: Path
+    head: Row
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        """A field of the head; SettingError if it is not there."""
+        if name not in self.head:
+            raise SettingError(f"{self.path} is no tape of this version: its first line has no {name!r}")
+        return self.head[name]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A whole tape: of its newest syncer, and of each life of a learner."""
+
+    syncer: TapeFile
+    lives: dict[tuple[str, int], TapeFile]
+
+
+def read_tape(place: Path) -> Tape:
+    """The tape in folder `place`, or in its subfolder FOLDER. SettingError, naming file and line, if it is none."""
+    folder = place / FOLDER if (place / FOLDER).is_dir() else place
+    if not folder.is_dir():
+        raise SettingError(f"{place} is no folder with a tape; a run writes one into its folder with --tape")
+    files = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
+    syncers = sorted((f for f in files if f["of"] == "syncer"), key=lambda f: int(f["epoch"]))
+    if not syncers:
+        raise SettingError(f"{folder} holds no syncer's tape (syncer-*.jsonl)")
+    lives = {(str(f["learner"]), int(f["incarnation"])): f for f in files if f["of"] == "learner"}
+    return Tape(syncers[-1], lives)
+
+
+def _read(path: Path) -> TapeFile:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise SettingError(f"the tape {path} cannot be read: {wrong}") from wrong
+    rows = list(_rows(path, text))
+    if not rows or rows[0]["what"] != "tape" or rows[0].get("version") != VERSION:
+        raise SettingError(f"{path} is no tape of version {VERSION}")
+    return TapeFile(path, rows[0], tuple(rows[1:]))
+
+
+def _rows(path: Path, text: str) -> Iterator[Row]:
+    whole = text.split("\n")[:-1]  # a writer that was killed leaves half a line behind the last whole one
+    for number, line in enumerate(whole, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("what"), str):
+            raise SettingError(f"{path}, line {number}: no event of a tape")
+        yield row

@@ -1,0 +1,305 @@
+"""A tape, done again: the same decisions by the production round machine, and the same bits by training anew.
+
+The syncer's tape says in which order answers came and what was decided; each learner's says at which of its steps it
+adopted what, and was captured for which call. So nothing has to wait and no clock is needed: each learner trains until
+the capture that a merge needs. (Paper section 7, appendix E.1.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.codec import digest
+from ..common.config import RunSettings, TaskSettings
+from ..common.errors import Malformed, SettingError
+from ..common.fragments import Plan
+from ..common.tape import Row, Tape, TapeFile
+from ..common.wire import Call
+from ..learner.desk import Joined
+from ..learner.follower import Public
+from ..learner.pace import Progress
+from ..learner.replica import Replica
+from ..learner.text import Corpus, load_corpus
+from ..learner.transformer import Transformer
+from ..syncer.figures import Figures
+from ..syncer.merging import merge_answers
+from ..syncer.parts import Served
+from ..syncer.recording import Replayed
+from ..syncer.rounds import Answer, Called
+from ..syncer.state import GlobalState
+from .cluster import plan_of
+from .trainee import Trainee
+
+Answered = tuple[str, int, int, int]
+"""(name, incarnation, slot, attempt)"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a replay found. It raises where something differs, so these are the figures of a tape that agrees."""
+
+    decisions: int
+    merges: int
+    local_steps: int
+    model_hash: str
+    """"" where nothing was trained."""
+
+
+def replay(tape: Tape, data: Path | None, said: Callable[[str], None] = lambda _: None) -> Verdict:
+    """Take every decision again and train everything anew. SettingError, naming the line, at the first difference."""
+    return _Replay(tape, data, said).run()
+
+
+def replay_decisions(tape: Tape) -> Verdict:
+    """Take every decision again, without a model. SettingError, naming the line, at the first that differs."""
+    again, decisions, merges = Replayed(tape.syncer), 0, 0
+    for number, row in enumerate(tape.syncer.rows, 2):
+        decisions += len(again.take(number, row))
+        merges += row["what"] == "merged"
+    return Verdict(decisions, merges, 0, "")
+
+
+class _Replay:
+    """The global model, made again merge by merge."""
+
+    def __init__(self, tape: Tape, data: Path | None, said: Callable[[str], None]) -> None:
+        self._tape, self._said = tape, said
+        self._again = Replayed(tape.syncer)
+        settings, task = self._again.settings, _task(tape.syncer)
+        corpus = load_corpus(data, task.sequence_length)
+        if tape.syncer["data_hash"] not in ("", corpus.sha256):
+            raise SettingError(
+                f"{tape.syncer.path} is of a run on another text than {corpus.source}; give --data the same"
+            )
+        model = Transformer(task, settings.seed)
+        plan = plan_of(model, settings)
+        if tape.syncer["plan_digest"] != plan.digest:
+            raise SettingError(f"{tape.syncer.path} is the tape of another model than this program builds")
+        replica = Replica(model, plan)
+        vectors = [replica.vector(f) for f in plan.fragments]
+        state = GlobalState.from_version_zero(plan, settings, vectors, replica.static_bytes())
+        rounds = self._again.rounds
+        self._served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
+        epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)
+        self._world = _World(settings, task, corpus, plan, state.static, epoch, wanted, _uses(tape))
+        for p, vector in enumerate(vectors):
+            self._world.made(p, Public(0, vector, digest(vector)))
+        self._lives: dict[tuple[str, int], _Life] = {}
+
+    def run(self) -> Verdict:
+        rows, decisions, merges, model_hash = self._tape.syncer.rows, 0, 0, ""
+        for number, row in enumerate(rows, 2):
+            vector = self._vector(number, row) if row["what"] == "answer" else None
+            if row["what"] == "begin" and row.get("resumed") is not None:
+                raise SettingError(
+                    f"{self._tape.syncer.path} begins in mid-run, so it cannot be trained again; see --decisions"
+                )
+            if row["what"] == "merged":
+                self._merge(number, row)
+                merges += 1
+                self._said(f"{merges} merges")
+            actions = self._again.take(number, row, vector)
+            decisions += len(actions)
+            for action in actions:
+                if isinstance(action, Called):
+                    call = self._again.rounds.wire_call(action.call)
+                    self._world.calls[call.slot, call.attempt] = call
+            if row["what"] == "end":
+                model_hash = self._end(number, row)
+        return Verdict(decisions, merges, sum(life.local_steps for life in self._lives.values()), model_hash)
+
+    def _vector(self, number: int, row: Row) -> Any:
+        """What this answer carried, by training up to it; None for one that was not merged."""
+        try:
+            key = (row["learner"], row["incarnation"], row["slot"], row["attempt"])
+        except KeyError as wrong:
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: an answer without {wrong}") from wrong
+        if key not in self._world.wanted or row.get("refused"):
+            return None
+        answer: Answer | None = None
+        try:
+            for chunk in self._life(key[0], key[1]).until(key, self._world):
+                answer = self._served.intake.take(chunk)
+        except Malformed as wrong:
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: refused here: {wrong}") from wrong
+        return None if answer is None else answer.vector
+
+    def _life(self, name: str, incarnation: int) -> _Life:
+        who = (name, incarnation)
+        if who not in self._lives:
+            if who not in self._tape.lives:
+                raise SettingError(
+                    f"the tape has no file {name}-{incarnation}.jsonl, and what that learner sent was merged; "
+                    "it was started without --tape, or elsewhere: lay its file beside the others"
+                )
+            self._lives[who] = _Life(self._tape.lives[who], self._world)
+        return self._lives[who]
+
+    def _merge(self, number: int, row: Row) -> None:
+        served, merge = self._served, self._again.merge_of(row["slot"])
+        merged = merge_answers(served, merge)
+        if merged.digest != row.get("digest"):
+            raise SettingError(
+                f"{self._tape.syncer.path}, line {number}: version {merged.version} of fragment {merge.call.fragment} "
+                "has other bits here than on the tape; was it made on another machine, or by another torch?"
+            )
+        for answer in merge.answers:
+            served.screen.merged(merge.call.fragment, answer.vector.norm)
+        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
+        public = Public(merged.version, served.state.public[merge.call.fragment], merged.digest, contributors)
+        self._world.made(merge.call.fragment, public)
+
+    def _end(self, number: int, row: Row) -> str:
+        state = self._served.state
+        state.finalize()
+        found = state.model_hash()
+        if found != row.get("model_hash"):
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: the final model has other bits here")
+        return found
+
+
+@dataclass
+class _World:
+    """What lives may ask for: fragments at versions, calls."""
+
+    settings: RunSettings
+    task: TaskSettings
+    corpus: Corpus
+    plan: Plan
+    static: bytes
+    epoch: int
+    wanted: set[Answered]
+    uses: Counter[tuple[int, int]]
+    """Of (fragment, version): how often some life still takes it."""
+    calls: dict[tuple[int, int], Call] = field(default_factory=dict)
+    """By (slot, attempt)."""
+    _public: dict[tuple[int, int], Public] = field(default_factory=dict)
+
+    def made(self, fragment: int, public: Public) -> None:
+        if self.uses[fragment, public.version]:
+            self._public[fragment, public.version] = public
+
+    def public(self, fragment: int, version: int) -> Public:
+        """KeyError if it was not made yet: no learner can have adopted it."""
+        taken = self._public[fragment, version]
+        self.uses[fragment, version] -= 1
+        if not self.uses[fragment, version]:
+            del self._public[fragment, version]
+        return taken
+
+
+class _Life:
+    """One life of a learner, done again as far as somebody needs it."""
+
+    def __init__(self, file: TapeFile, world: _World) -> None:
+        if file["epoch"] != world.epoch:
+            raise SettingError(f"{file.path} belongs to epoch {file['epoch']}, not to {world.epoch} as the syncer's")
+        torch.set_num_threads(int(file["threads"]))
+        self.file, self._world = file, world
+        self._rows = enumerate(file.rows, 2)
+        self._answers: dict[Answered, Any] = {}
+        whole = tuple(self._taken(1, p, v) for p, v in enumerate(file["versions"]))
+        joined = Joined(world.plan, world.settings, world.task, world.epoch, file["t"], whole, world.static)
+        first = file.rows[0].get("adopted", ()) if file.rows and file.rows[0].get("steps") == 0 else ()
+        self._trainee = Trainee(
+            joined, world.corpus, str(file["learner"]), int(file["incarnation"]),
+            waits=[(p, self._taken(2, p, v)) for p, _, v in first],
+        )  # fmt: skip
+
+    @property
+    def local_steps(self) -> int:
+        return self._trainee.session.local_steps
+
+    def until(self, wanted: Answered, world: _World) -> list[Any]:
+        """Train until this answer was captured; its chunks."""
+        while wanted not in self._answers:
+            number, row = next(self._rows, (0, {"what": "close"}))
+            if row["what"] != "boundary":
+                raise SettingError(
+                    f"{self.file.path} ends before the answer to slot {wanted[2]}, attempt {wanted[3]}, that was merged"
+                )
+            try:
+                self._boundary(number, row, world)
+            except (KeyError, TypeError, ValueError) as wrong:
+                raise SettingError(
+                    f"{self.file.path}, line {number}: no step boundary that can be done again ({wrong!r})"
+                ) from wrong
+        return list(self._answers.pop(wanted))
+
+    def _taken(self, number: int, fragment: int, version: int) -> Public:
+        try:
+            return self._world.public(fragment, version)
+        except KeyError as wrong:
+            raise SettingError(
+                f"{self.file.path}, line {number}: version {version} of fragment {fragment} was not made by then"
+            ) from wrong
+
+    def _boundary(self, number: int, row: Row, world: _World) -> None:
+        trainee, session = self._trainee, self._trainee.session
+        if not row["steps"]:
+            return  # what waited for the first step was adopted when the session began
+        trainee.desk.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
+        trainee.deliver(
+            [trainee.arrival(p, e, self._taken(number, p, v)) for p, e, v in row.get("adopted", ())],
+            reset=bool(row.get("reset")),
+        )
+        calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
+        trainee.open_calls(calls)
+        steps, tokens = row["steps"], row["tokens"]
+        if steps > session.local_steps:
+            trainee.share = (tokens - session.tokens) / world.task.tokens_per_step
+            trainee.step()
+        elif calls:  # captured once more when it left
+            session.close("left")
+        if (session.local_steps, session.tokens) != (steps, tokens):
+            raise SettingError(
+                f"{self.file.path}, line {number}: {steps} steps and {tokens} tokens on the tape, "
+                f"{session.local_steps} and {session.tokens} here"
+            )
+        captures = trainee.captures()
+        if sorted(c.call.slot for c in captures) != sorted(call.slot for call in calls):
+            raise SettingError(f"{self.file.path}, line {number}: other captures here than on the tape")
+        for capture in captures:
+            key = (*trainee.me.pair, capture.call.slot, capture.call.attempt)
+            chunks = trainee.encode(capture)
+            if key in world.wanted:
+                self._answers[key] = chunks
+
+
+def _task(file: TapeFile) -> TaskSettings:
+    if file["task"] is None:
+        raise SettingError(f"{file.path} is of a run whose learners bring their own model; see --decisions")
+    try:
+        return TaskSettings.from_map(file["task"])
+    except Malformed as wrong:
+        raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
+
+
+def _uses(tape: Tape) -> Counter[tuple[int, int]]:
+    """How often each (fragment, version) is taken by some life."""
+    uses: Counter[tuple[int, int]] = Counter()
+    for file in tape.lives.values():
+        uses.update(enumerate(file["versions"]))
+        uses.update((p, v) for row in file.rows for p, _, v in row.get("adopted", ()))
+    return uses
+
+
+def _merged_answers(file: TapeFile) -> set[Answered]:
+    """Every answer that some merge took."""
+    attempts: dict[int, int] = {}
+    found: set[Answered] = set()
+    for row in file.rows:
+        for action in row.get("actions", ()):
+            if action[0] == "call":
+                attempts[action[1]] = action[4]
+            elif action[0] == "merge":
+                found |= {(name, incarnation, action[1], attempts[action[1]]) for name, incarnation in action[2]}
+        if row["what"] == "failed":
+            attempts[row["slot"]] += 1
+    return found
