@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..simulator.settings import FailureModel, GoodputPlan, Link
+from ..common.config import RunSettings, TaskSettings
+from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
 from .environment import Group
 from .options import made_of, options_of
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+TEXT = click.option("--data", type=click.Path(path_type=Path), help="A text, or a folder. Without it: Python's own.")
 
 
 @click.group(cls=Group)
 def simulate() -> None:
-    """Ask what a cluster would do, before you pay for it. Nothing is trained; seconds are virtual."""
+    """Ask what a cluster would do, before you pay for it. Seconds are virtual."""
 
 
 @simulate.command()
@@ -77,3 +82,61 @@ def bandwidth(*, table: bool, as_json: bool, **given: Any) -> int:
         json.dumps({"published": published, "this_system": ours}) if as_json else show.link(link, published, ours)
     )
     return 0
+
+
+@simulate.command("run")
+@options_of(ClusterPlan)
+@TEXT
+@click.option("--tape", type=click.Path(path_type=Path), help="Folder into which an event tape is written, for replay.")
+@AS_JSON
+@options_of(RunSettings)
+@options_of(TaskSettings)
+@options_of(FailureModel, leave_out=("step_seconds",))
+def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given: Any) -> int:
+    """A whole run in virtual time, in one process.
+
+    Learners that are unequal, far away or die train a real model (or, with --cost-only, none), around the same round
+    machine, merge and adoption as `diloco up`. The same seed gives the same bits.
+    """
+    from ..simulator import running, show
+
+    plan = made_of(ClusterPlan, given)
+    failures = made_of(FailureModel, {**given, "step_seconds": FailureModel.step_seconds})
+    settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
+    told = running.run(plan, settings, task, failures, data=data, tape=tape, said=_progress(settings.steps))
+    click.echo(json.dumps(told) if as_json else show.run(told))
+    return 0
+
+
+@click.command()
+@click.argument("tape", type=click.Path(path_type=Path))
+@TEXT
+@click.option("--decisions", is_flag=True, help="Only take the decisions again: nothing is trained.")
+@AS_JSON
+def replay(tape: Path, data: Path | None, *, decisions: bool, as_json: bool) -> int:
+    """Do a taped run again: the same decisions, and the same bits.
+
+    TAPE is the folder of a run that was made with --tape, or of its tape. Everything is trained anew at the steps that
+    the tape tells, and compared with it, version by version. Exit code 2 at the first difference.
+    """
+    from ..common.tape import read_tape
+    from ..simulator import replay as again
+    from ..simulator import show
+
+    read = read_tape(tape)
+    verdict = again.replay_decisions(read) if decisions else again.replay(read, data, _progress(0))
+    click.echo(json.dumps(vars(verdict)) if as_json else show.verdict(verdict))
+    return 0
+
+
+def _progress(steps: int) -> Callable[[int], None]:
+    """Says on standard error, once a second, how far it is."""
+    said_at = time.monotonic()
+
+    def say(done: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at >= 1:
+            said_at = time.monotonic()
+            click.echo(f"step {done} of {steps}" if steps else f"{done} merges", err=True)
+
+    return say

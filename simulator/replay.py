@@ -24,16 +24,13 @@ from ..common.wire import Call
 from ..learner.desk import Joined
 from ..learner.follower import Public
 from ..learner.pace import Progress
-from ..learner.replica import Replica
 from ..learner.text import Corpus, load_corpus
-from ..learner.transformer import Transformer
 from ..syncer.figures import Figures
 from ..syncer.merging import merge_answers
 from ..syncer.parts import Served
 from ..syncer.recording import Replayed
 from ..syncer.rounds import Answer, Called
-from ..syncer.state import GlobalState
-from .cluster import plan_of
+from .trained import version_zero
 from .trainee import Trainee
 
 Answered = tuple[str, int, int, int]
@@ -51,7 +48,7 @@ class Verdict:
     """"" where nothing was trained."""
 
 
-def replay(tape: Tape, data: Path | None, said: Callable[[str], None] = lambda _: None) -> Verdict:
+def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
     """Take every decision again and train everything anew. SettingError, naming the line, at the first difference."""
     return _Replay(tape, data, said).run()
 
@@ -68,7 +65,7 @@ def replay_decisions(tape: Tape) -> Verdict:
 class _Replay:
     """The global model, made again merge by merge."""
 
-    def __init__(self, tape: Tape, data: Path | None, said: Callable[[str], None]) -> None:
+    def __init__(self, tape: Tape, data: Path | None, said: Callable[[int], None]) -> None:
         self._tape, self._said = tape, said
         self._again = Replayed(tape.syncer)
         settings, task = self._again.settings, _task(tape.syncer)
@@ -77,18 +74,14 @@ class _Replay:
             raise SettingError(
                 f"{tape.syncer.path} is of a run on another text than {corpus.source}; give --data the same"
             )
-        model = Transformer(task, settings.seed)
-        plan = plan_of(model, settings)
+        state, plan = version_zero(settings, task)
         if tape.syncer["plan_digest"] != plan.digest:
             raise SettingError(f"{tape.syncer.path} is the tape of another model than this program builds")
-        replica = Replica(model, plan)
-        vectors = [replica.vector(f) for f in plan.fragments]
-        state = GlobalState.from_version_zero(plan, settings, vectors, replica.static_bytes())
         rounds = self._again.rounds
         self._served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
         epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)
         self._world = _World(settings, task, corpus, plan, state.static, epoch, wanted, _uses(tape))
-        for p, vector in enumerate(vectors):
+        for p, vector in enumerate(state.public):
             self._world.made(p, Public(0, vector, digest(vector)))
         self._lives: dict[tuple[str, int], _Life] = {}
 
@@ -103,7 +96,7 @@ class _Replay:
             if row["what"] == "merged":
                 self._merge(number, row)
                 merges += 1
-                self._said(f"{merges} merges")
+                self._said(merges)
             actions = self._again.take(number, row, vector)
             decisions += len(actions)
             for action in actions:
@@ -245,29 +238,26 @@ class _Life:
         if not row["steps"]:
             return  # what waited for the first step was adopted when the session began
         trainee.desk.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
-        trainee.deliver(
-            [trainee.arrival(p, e, self._taken(number, p, v)) for p, e, v in row.get("adopted", ())],
-            reset=bool(row.get("reset")),
-        )
+        arrivals = [trainee.arrival(p, e, self._taken(number, p, v)) for p, e, v in row.get("adopted", ())]
+        trainee.desk.deliver(arrivals, reset=bool(row.get("reset")))
         calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
-        trainee.open_calls(calls)
         steps, tokens = row["steps"], row["tokens"]
         if steps > session.local_steps:
             trainee.share = (tokens - session.tokens) / world.task.tokens_per_step
-            trainee.step()
+            trainee.step(calls)
         elif calls:  # captured once more when it left
+            trainee.desk.open_calls(calls)
             session.close("left")
         if (session.local_steps, session.tokens) != (steps, tokens):
             raise SettingError(
                 f"{self.file.path}, line {number}: {steps} steps and {tokens} tokens on the tape, "
                 f"{session.local_steps} and {session.tokens} here"
             )
-        captures = trainee.captures()
-        if sorted(c.call.slot for c in captures) != sorted(call.slot for call in calls):
+        answers = trainee.captured()
+        if sorted(chunks[0].slot for chunks in answers) != sorted(call.slot for call in calls):
             raise SettingError(f"{self.file.path}, line {number}: other captures here than on the tape")
-        for capture in captures:
-            key = (*trainee.me.pair, capture.call.slot, capture.call.attempt)
-            chunks = trainee.encode(capture)
+        for chunks in answers:
+            key = (*trainee.me.pair, chunks[0].slot, chunks[0].attempt)
             if key in world.wanted:
                 self._answers[key] = chunks
 

@@ -36,6 +36,45 @@ class GoodputPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """A virtual cluster around the production round machine."""
+
+    learners: int = 2
+    """How many learners, M."""
+    chips: int = 0
+    """Chips that the learners share and that fail by the failure model. 0 = learners that step at their own pace."""
+    step_seconds: float = 1.0
+    """An inner step of the fastest learner, in virtual seconds. With --chips the failure model's counts."""
+    slowest: float = 1.0
+    """How many times as long the slowest learner's step takes; the others lie evenly between."""
+    absent: float = 0.0
+    """Share of the time in which a learner is dead; each time it comes back as a new one."""
+    absence_seconds: float = 60.0
+    """Mean length of one absence, in virtual seconds."""
+    latency_seconds: float = 0.01
+    """From a learner to the syncer, one way."""
+    megabit: float = 0.0
+    """Mbit/s of a learner's link, in each direction. 0 = no limit."""
+    cost_only: bool = False
+    """No model and no text: only counters and sizes."""
+    params: float = 1e9
+    """Parameters of the model with --cost-only."""
+
+    def __post_init__(self) -> None:
+        for name in ("learners", "step_seconds", "absence_seconds", "params"):
+            _more_than(self, name, 0.0, inclusive=False)
+        for name in ("chips", "absent", "latency_seconds", "megabit"):
+            _more_than(self, name, 0.0, inclusive=True)
+        _more_than(self, "slowest", 1.0, inclusive=True)
+        if self.chips and self.learners > self.chips:
+            raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
+        if self.absent >= 1:
+            raise SettingError(f"--absent must be below 1, not {self.absent:g}: somebody has to be there")
+        if self.params >= MAX_COUNT:
+            raise SettingError(f"--params must be below 2^53, not {self.params:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class FailureModel:
     """What happens to chips. All seconds are virtual."""
 

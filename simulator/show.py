@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .goodput import CHIPS, Outcome, System
 from .settings import GoodputPlan, Link
+
+if TYPE_CHECKING:  # it loads torch
+    from .replay import Verdict
 
 NAMES: Mapping[System, str] = {
     "rigid": "data-parallel, no elasticity",
@@ -71,6 +74,32 @@ def link(asked: Link, published: Mapping[str, float], ours: Mapping[str, float])
     ]
     cycle = f"{ours['bytes_a_cycle_up']:,.0f} up, {ours['bytes_a_cycle_down']:,.0f} down"
     return "\n".join([*say, f"a learner's bytes a cycle of {asked.sync_every} steps: {cycle}"])
+
+
+def run(told: Mapping[str, Any]) -> str:
+    """What a virtual run came to."""
+    rows = [[name.replace("_", " "), _spelled(value)] for name, value in told.items() if name != "learners"]
+    names = ["name", "local_steps", "tokens_reported", "tokens_merged"]
+    learners = [[_spelled(row[name]) for name in names] for row in told["learners"]]
+    return "\n\n".join(
+        [
+            table(["figure", "value"], rows),
+            table(["learner", *(name.replace("_", " ") for name in names[1:])], learners),
+        ]
+    )
+
+
+def verdict(found: Verdict) -> str:
+    """What a replay found, in a sentence or two."""
+    same = f"the same {found.decisions} decisions and {found.merges} merges"
+    if not found.local_steps:
+        return same
+    until = f"model {found.model_hash[:16]}" if found.model_hash else "up to where the tape ends, before the run did"
+    return f"{same}, {found.local_steps} inner steps trained anew, the same bits: {until}"
+
+
+def _spelled(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

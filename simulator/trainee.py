@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..common.config import LearnerConfig
-from ..common.wire import Call, Delta
+from ..common.errors import Malformed
+from ..common.wire import Beat, Call, Delta
 from ..learner.answers import encode_answer
 from ..learner.books import Mark
-from ..learner.desk import Arrival, Capture, Desk, Joined
+from ..learner.desk import Arrival, Desk, Joined
 from ..learner.follower import Public
 from ..learner.identity import Identity
 from ..learner.loop import make_optimizer, train_on
@@ -23,6 +22,7 @@ from ..learner.replica import Replica, layout_of
 from ..learner.session import Session
 from ..learner.text import Corpus, batches
 from ..learner.transformer import Transformer
+from .substance import EPOCH, Sent
 
 
 class VirtualDesk(Desk):
@@ -96,11 +96,20 @@ class Trainee:
 
     @property
     def done(self) -> Mark:
-        """Steps and tokens so far."""
         return Mark(self.session.local_steps, self.session.tokens)
 
-    def step(self) -> float:
-        """One inner step, and its boundary, where it adopts and answers what lies on the desk; the loss."""
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self.session.versions
+
+    def hear(self, beat: Beat, now: float) -> None:
+        self.desk.heard(beat, now)
+
+    def begin_step(self, now: float) -> None:
+        self.desk.progress_told = self.desk.progress_at_time(now)
+
+    def step(self, calls: Sequence[Call]) -> float:
+        self.desk.open_calls(calls)
         inputs, targets = next(self._batches)
         rows = max(1, round(self.share * len(inputs)))
         return train_on(
@@ -108,21 +117,23 @@ class Trainee:
             local_step=self.session.local_steps, inner_lr=self.task.inner_lr,
         )  # fmt: skip
 
-    def deliver(self, arrivals: Sequence[Arrival], *, reset: bool = False) -> None:
-        self.desk.deliver(arrivals, reset=reset)
+    def captured(self) -> list[list[Delta]]:
+        """The answers of the last boundary, each as the chunks that would be sent. What is not finite is told."""
+        answers = []
+        for capture in self.desk.take_captures():
+            fragment = self.plan.fragments[capture.call.fragment]
+            try:
+                answers.append(encode_answer(self.me, fragment, self.codec, capture))
+            except Malformed:
+                self.desk.found_nonfinite()
+            self.desk.give_back(capture)
+        return answers
 
-    def captures(self) -> list[Capture]:
-        """What was captured at the last boundary."""
-        return self.desk.take_captures()
+    def sent(self) -> list[Sent]:
+        return [Sent(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
 
-    def encode(self, capture: Capture) -> list[Delta]:
-        """The answer in a capture, as it would be sent."""
-        deltas = encode_answer(self.me, self.plan.fragments[capture.call.fragment], self.codec, capture)
-        self.desk.give_back(capture)
-        return deltas
-
-    def open_calls(self, calls: Sequence[Call]) -> None:
-        self.desk.open_calls(calls)
+    def deliver(self, fragment: int, public: Public) -> None:
+        self.desk.deliver([self.arrival(fragment, EPOCH, public)])
 
     def arrival(self, fragment: int, epoch: int, public: Public) -> Arrival:
         """As the learner's link hands a fragment over: with what it has of this learner's own."""
@@ -133,7 +144,5 @@ class Trainee:
         )  # fmt: skip
         return Arrival(fragment, epoch, public, own)
 
-
-def in_one_process() -> None:
-    """Numbers as one learner process with one thread computes them."""
-    torch.set_num_threads(1)
+    def close(self) -> None:
+        self.session.close("stopped")

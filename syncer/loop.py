@@ -286,6 +286,7 @@ class Syncer:
         if self.current.phase != "finished":
             self._last_beat()
         if served is not None:
+            served.rounds.close()
             if self.current.phase == "finished":
                 served.rounds.ledger.close_all()
             self._save(served)

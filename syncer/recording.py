@@ -9,7 +9,6 @@ from typing import Any
 
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
-from ..common.fragments import Plan
 from ..common.tape import Row, TapeFile, TapeWriter
 from ..common.wire import Alive
 from .members import Member
@@ -77,6 +76,9 @@ class RecordedRounds(Rounds):
     def ended(self, model_hash: str) -> None:
         self._note("end", model_hash=model_hash)
 
+    def close(self) -> None:
+        self._tape.close()
+
     def _note(self, what: str, **row: Any) -> None:
         if not self._begun:
             self._begun = True
@@ -102,14 +104,20 @@ def told(action: Action) -> list[Any]:
 
 
 def recorded(
-    folder: Path, settings: RunSettings, task: TaskSettings | None, plan: Plan, *, epoch: int, data_hash: str
+    folder: Path,
+    settings: RunSettings,
+    parameters: Sequence[int],
+    *,
+    epoch: int,
+    task: TaskSettings | None = None,
+    plan_digest: str = "",
+    data_hash: str = "",
 ) -> RecordedRounds:
-    """Rounds whose tape lies in `folder`."""
-    parameters = [f.parameters for f in plan.fragments]
+    """Rounds whose tape lies in `folder`. SettingError if it cannot be written there."""
     tape = TapeWriter(
         folder, f"syncer-{epoch}", of="syncer", run=settings.run, epoch=epoch, settings=settings.to_map(),
-        task=None if task is None else task.to_map(), data_hash=data_hash, plan_digest=plan.digest,
-        parameters=parameters,
+        task=None if task is None else task.to_map(), data_hash=data_hash, plan_digest=plan_digest,
+        parameters=list(parameters),
     )  # fmt: skip
     return RecordedRounds(settings, parameters, epoch, tape)
 

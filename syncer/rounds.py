@@ -217,6 +217,9 @@ class Rounds:
     def ended(self, model_hash: str) -> None:
         """The final model has this hash; for a tape."""
 
+    def close(self) -> None:
+        """Nothing more will be asked; for a tape."""
+
     def pause(self) -> None:
         """Open no more slots: the syncer is about to stop."""
         self.paused = True

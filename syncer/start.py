@@ -47,10 +47,13 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> bool:
 def serve(parts: Parts, run: Run, state: GlobalState) -> Served:
     """The model is here (version 0, or a checkpoint): from now on Hellos can be welcomed."""
     plan, config = state.plan, parts.config
-    if config.tape is None:
-        rounds = Rounds(run.settings, [f.parameters for f in plan.fragments], run.epoch)
-    else:
-        rounds = recorded(config.tape, run.settings, config.task, plan, epoch=run.epoch, data_hash=config.data_hash)
+    sizes = [f.parameters for f in plan.fragments]
+    rounds = Rounds(run.settings, sizes, run.epoch)
+    if config.tape is not None:
+        rounds = recorded(
+            config.tape, run.settings, sizes, epoch=run.epoch, task=config.task, plan_digest=plan.digest,
+            data_hash=config.data_hash,
+        )  # fmt: skip
     rounds.versions = list(state.versions)
     run.served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
     run.phase = "running"

@@ -1,0 +1,109 @@
+"""A virtual cluster's substance without a model: counters, intervals and sizes, for clusters of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..common.codec import encoded_bytes
+from ..common.config import RunSettings
+from ..common.fragments import ALIGN, Layout
+from ..common.wire import Beat, Call
+from ..learner.books import Books, Mark
+from ..learner.follower import Public
+from ..learner.identity import Identity
+from ..syncer.figures import Figures
+from ..syncer.recording import recorded
+from ..syncer.rounds import Answer, Merge, Rounds
+from .substance import EPOCH, MERGE_SECONDS, Sent
+
+NOTHING = torch.empty(0)
+
+
+class Counted:
+    """Fragments of equal size, of which only the versions are known."""
+
+    def __init__(self, settings: RunSettings, *, parameters: int, tokens_a_step: int, tape: Path | None = None) -> None:
+        self.settings, self.tokens_a_step = settings, tokens_a_step
+        P = settings.fragments or settings.sync_every
+        self.size = ALIGN * max(1, parameters // P // ALIGN)
+        sizes = [self.size] * P
+        self.rounds = Rounds(settings, sizes, EPOCH) if tape is None else recorded(tape, settings, sizes, epoch=EPOCH)
+        self.figures = Figures(self.size * P, self.rounds.schedule.steps_between)
+
+    def worker(self, name: str, incarnation: int, tape: Path | None) -> CountingWorker:
+        del tape
+        octets = encoded_bytes(self.settings.codec_up, self.size)
+        me = Identity(run=self.settings.run, name=name, incarnation=incarnation, layout=Layout(()))
+        return CountingWorker(me, self.rounds.versions, octets, self.tokens_a_step)
+
+    def take(self, sent: Sent) -> bool:
+        return not self.rounds.answer(sent.content)
+
+    def merge(self, merge: Merge, now: float) -> tuple[Public, int]:
+        rounds, fragment = self.rounds, merge.call.fragment
+        rounds.merged(merge, MERGE_SECONDS)
+        self.figures.merged(
+            now,
+            contributors=len(merge.answers),
+            live=rounds.may_answer(),
+            typical_seconds=rounds.members.typical_step_seconds(),
+            seconds=MERGE_SECONDS,
+        )
+        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
+        public = Public(rounds.versions[fragment], NOTHING, "", contributors)
+        return public, encoded_bytes(self.settings.codec_down, self.size)
+
+    def finish(self) -> str:
+        return ""
+
+
+class CountingWorker:
+    """A learner's books, and nothing that they are about."""
+
+    def __init__(self, me: Identity, versions: Sequence[int], octets: int, tokens_a_step: int) -> None:
+        self.me, self.share = me, 1.0
+        self._octets, self._tokens = octets, tokens_a_step
+        self._books = Books(me.pair, len(versions))
+        for fragment, version in enumerate(versions):
+            self._books.adopted(fragment, EPOCH, version)
+        self._waits: dict[int, int] = {}
+        self._sent: list[Sent] = []
+
+    @property
+    def done(self) -> Mark:
+        return self._books.now
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self._books.versions(EPOCH)
+
+    def hear(self, beat: Beat, now: float) -> None: ...
+
+    def begin_step(self, now: float) -> None: ...
+
+    def step(self, calls: Sequence[Call]) -> None:
+        self._books.count(max(1, round(self.share * self._tokens)))
+        for fragment, version in self._waits.items():
+            self._books.adopted(fragment, EPOCH, version)
+        self._waits.clear()
+        self._sent = [self._answer(call) for call in calls if self._books.may_answer(call)]
+
+    def sent(self) -> list[Sent]:
+        return self._sent
+
+    def deliver(self, fragment: int, public: Public) -> None:
+        self._waits[fragment] = public.version
+
+    def close(self) -> None: ...
+
+    def _answer(self, call: Call) -> Sent:
+        version = self._books.accounts[call.fragment].version
+        since, until = self._books.captured(call)
+        answer = Answer(
+            who=self.me.pair, fragment=call.fragment, slot=call.slot, attempt=call.attempt, base_version=version,
+            tokens_from=since.tokens, tokens_to=until.tokens, steps_from=since.steps, steps_to=until.steps,
+        )  # fmt: skip
+        return Sent(self._octets, answer)

@@ -1,0 +1,51 @@
+"""What learners of a virtual cluster do: at what pace they step, when they die, and when they are back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..learner.text import generator
+from .cluster import Life, Member, steady
+from .failures import Group
+from .settings import ClusterPlan, FailureModel
+
+
+def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_seconds: float) -> list[Member]:
+    """The learners of `plan`, for a run that is over within `horizon_seconds`. With chips, each has its share of them,
+    which fail as `failures` says; without, each steps at its own pace, and is away as the plan says.
+    """
+    return [
+        Member(
+            name=f"learner-{number}",
+            lives=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
+            if plan.chips
+            else list(_lives(plan, number, seed, horizon_seconds)),
+        )
+        for number in range(1, plan.learners + 1)
+    ]
+
+
+def pace(plan: ClusterPlan, number: int) -> float:
+    """Seconds of an inner step of learner `number` (from 1 on): from the plan's to `slowest` times as long."""
+    between = (number - 1) / max(1, plan.learners - 1)
+    return plan.step_seconds * (1 + (plan.slowest - 1) * between)
+
+
+def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, horizon_seconds: float) -> Life:
+    rng = generator("chips", seed, number)
+    return Group(failures, plan.chips / plan.learners, rng).life(horizon_seconds)
+
+
+def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[Life, float]]:
+    """(steps, death) of one learner: present and absent times are exponential, with the plan's means."""
+    step, rng = pace(plan, number), generator("absences", seed, number)
+    if not plan.absent:
+        yield steady(step), math.inf
+        return
+    here_seconds = plan.absence_seconds * (1 - plan.absent) / plan.absent
+    t = float(rng.exponential(plan.absence_seconds)) if rng.random() < plan.absent else 0.0
+    while t < horizon_seconds:
+        dies_at = t + float(rng.exponential(here_seconds))
+        yield steady(step, begins=t), dies_at
+        t = dies_at + float(rng.exponential(plan.absence_seconds))

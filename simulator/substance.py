@@ -1,0 +1,82 @@
+"""What a virtual cluster moves: a real model that is trained, or only its counters and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..common.wire import Beat, Call
+from ..learner.books import Mark
+from ..learner.follower import Public
+from ..learner.identity import Identity
+from ..syncer.figures import Figures
+from ..syncer.rounds import Merge, Rounds
+
+EPOCH = 1
+MERGE_SECONDS = 0.001
+"""What a merge is said to take: a figure of its own, since virtual time does not know how fast this machine is."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A learner's answer on its way: its size, and what the syncer takes out of it."""
+
+    octets: int
+    content: Any
+
+
+class Worker(Protocol):
+    """One life of a learner."""
+
+    share: float
+    """Of each batch that is worked on: a learner that lost slices works on less."""
+
+    @property
+    def me(self) -> Identity: ...
+
+    @property
+    def done(self) -> Mark:
+        """Steps and tokens so far."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The adopted version of each fragment."""
+
+    def hear(self, beat: Beat, now: float) -> None:
+        """A beat arrives."""
+
+    def begin_step(self, now: float) -> None:
+        """An inner step begins: how far the run is, it knows now."""
+
+    def step(self, calls: Sequence[Call]) -> float | None:
+        """An inner step ends, and its boundary: adopt what was delivered, answer what is called; the loss."""
+
+    def sent(self) -> list[Sent]:
+        """What the last boundary answered."""
+
+    def deliver(self, fragment: int, public: Public) -> None:
+        """A merged fragment arrives."""
+
+    def close(self) -> None:
+        """It ends here."""
+
+
+class Substance(Protocol):
+    """The syncer's side: what is merged."""
+
+    rounds: Rounds
+    figures: Figures
+
+    def worker(self, name: str, incarnation: int, tape: Path | None) -> Worker:
+        """A learner that has just fetched everything."""
+
+    def take(self, sent: Sent) -> bool:
+        """An answer arrives; whether the round machine took it."""
+
+    def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:
+        """Carry out a merge and book it: the new version, and its size on the way down; None if it gave nothing."""
+
+    def finish(self) -> str:
+        """The run is over: the final model's hash, "" where there is none."""

@@ -1,0 +1,82 @@
+"""A virtual cluster's substance that is real: production state and merge here, production sessions at the learners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..common.codec import digest
+from ..common.config import RunSettings, TaskSettings
+from ..common.errors import Malformed
+from ..common.fragments import Plan, balanced_plan, default_fragments
+from ..learner.desk import Joined
+from ..learner.follower import Public
+from ..learner.replica import Replica, layout_of
+from ..learner.text import Corpus
+from ..learner.transformer import Transformer
+from ..syncer.figures import Figures
+from ..syncer.merging import book_merge, merge_answers
+from ..syncer.parts import Served
+from ..syncer.recording import recorded
+from ..syncer.rounds import Merge, Rounds
+from ..syncer.state import GlobalState
+from .substance import EPOCH, MERGE_SECONDS, Sent
+from .trainee import Trainee
+
+
+class Trained:
+    """The global model of one virtual run; version 0 is what the seed makes."""
+
+    def __init__(self, settings: RunSettings, task: TaskSettings, corpus: Corpus, tape: Path | None = None) -> None:
+        self.settings, self.task, self.corpus = settings, task, corpus
+        self.state, self.plan = version_zero(settings, task)
+        sizes = [f.parameters for f in self.plan.fragments]
+        self.rounds = Rounds(settings, sizes, EPOCH)
+        if tape is not None:
+            self.rounds = recorded(
+                tape, settings, sizes, epoch=EPOCH, task=task, plan_digest=self.plan.digest, data_hash=corpus.sha256
+            )
+        self.figures = Figures(self.plan.parameters, self.rounds.schedule.steps_between)
+        self._served = Served(self.state, self.rounds, self.figures)
+        self._whole = [Public(0, vector, digest(vector)) for vector in self.state.public]
+
+    def worker(self, name: str, incarnation: int, tape: Path | None) -> Trainee:
+        joined = Joined(
+            self.plan, self.settings, self.task, EPOCH, self.rounds.t, tuple(self._whole), self.state.static
+        )
+        return Trainee(joined, self.corpus, name, incarnation, tape=tape)
+
+    def take(self, sent: Sent) -> bool:
+        try:
+            for chunk in sent.content:
+                answer = self._served.intake.take(chunk)
+        except Malformed:
+            return False  # late, or of an older attempt: the syncer's own loop counts it, and no more
+        return answer is not None and not self.rounds.answer(answer)
+
+    def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:
+        fragment = merge.call.fragment
+        try:
+            merged = merge_answers(self._served, merge)
+        except Malformed:
+            return None
+        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
+        public = Public(merged.version, self.state.public[fragment], merged.digest, contributors)
+        book_merge(self._served, merge, merged, now, MERGE_SECONDS)
+        self._whole[fragment] = public
+        return public, len(merged.payload)
+
+    def finish(self) -> str:
+        self.state.finalize()
+        model_hash = self.state.model_hash()
+        self.rounds.ended(model_hash)
+        return model_hash
+
+
+def version_zero(settings: RunSettings, task: TaskSettings) -> tuple[GlobalState, Plan]:
+    """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot."""
+    model = Transformer(task, settings.seed)
+    layout = layout_of(model)
+    plan = balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
+    replica = Replica(model, plan)
+    vectors = [replica.vector(f) for f in plan.fragments]
+    return GlobalState.from_version_zero(plan, settings, vectors, replica.static_bytes()), plan

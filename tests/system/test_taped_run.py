@@ -1,0 +1,56 @@
+"""A real run with a tape, done again: the same decisions and the same bits, whatever happened in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from decoupled_diloco.cli import run_command
+from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.simulator.replay import replay_decisions
+from house import TEXT, House
+from waiting import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def taped(tmp_path_factory: pytest.TempPathFactory) -> House:
+    """Of a learner one life ends by kill -9 in it, and the broker is killed, so that messages are lost."""
+    with House(tmp_path_factory.mktemp("taped"), "--tape", steps=1500) as house:
+        house.wait_until_it_runs()
+        before = house.learner("learner-1")["incarnation"]
+        house.kill("learner-1")
+        wait_for(lambda: house.learner("learner-1")["incarnation"] != before, "another learner-1 has joined", 90)
+        house.wait_for_versions(1, "with the new learner-1")
+        house.kill("broker")
+        house.wait_for_versions(1, "with the new broker")
+        house.figures()
+    return house
+
+
+def test_a_real_run_s_decisions_are_taken_again(taped: House) -> None:
+    verdict = replay_decisions(read_tape(taped.folder.path))
+    assert verdict.merges == taped.check_figures()["merges"]
+
+
+def test_a_real_run_s_bits_are_made_again(taped: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["replay", str(taped.folder.path), "--data", TEXT, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["model_hash"] == taped.check_figures()["model_hash"]
+
+
+def test_each_life_of_a_learner_has_a_tape_of_its_own(taped: House) -> None:
+    names = [name for name, _ in read_tape(taped.folder.path).lives]
+    assert sorted(names) == ["learner-1", "learner-1", "learner-2"]
+
+
+def test_a_tape_that_was_touched_is_told_in_a_sentence(taped: House, capsys: pytest.CaptureFixture[str]) -> None:
+    folder: Path = taped.folder.path / "tape"
+    (path,) = folder.glob("syncer-*.jsonl")
+    path.write_text(path.read_text().replace('"refused":""', '"refused":"late"', 1))
+    assert run_command(["replay", str(folder), "--decisions"]) == 2
+    said = capsys.readouterr().err
+    assert "an answer's refusal differ" in said
+    assert said.count("\n") == 1

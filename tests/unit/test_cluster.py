@@ -1,0 +1,155 @@
+"""The virtual cluster: the same seed gives the same run; what is far, slow, absent or too few is as in a real one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoupled_diloco.common.config import RunSettings, TaskSettings
+from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.simulator.cluster import Cluster, Member, Outcome, Way, steady
+from decoupled_diloco.simulator.counted import Counted
+from decoupled_diloco.simulator.lives import members_of, pace
+from decoupled_diloco.simulator.replay import replay_decisions
+from decoupled_diloco.simulator.running import run
+from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
+
+
+def counted(members: list[Member], tape: Path | None = None, way: Way | None = None, **changes: Any) -> Outcome:
+    chosen = RunSettings(**({"steps": 60, "sync_every": 6, "fragments": 3} | changes))
+    substance = Counted(chosen, parameters=10_000, tokens_a_step=10, tape=tape)
+    return Cluster(chosen, substance, members, way or Way(), tape).run()
+
+
+def alone(*step_seconds: float) -> list[Member]:
+    return [Member(f"l{i}", [(steady(seconds), math.inf)]) for i, seconds in enumerate(step_seconds)]
+
+
+def trained(plan: ClusterPlan, seed: int = 0, tape: Path | None = None, **changes: Any) -> dict[str, Any]:
+    chosen = RunSettings(**({"steps": 16, "sync_every": 4, "fragments": 4, "seed": seed} | changes))
+    return run(plan, chosen, TASK, FailureModel(), tape=tape)
+
+
+def lines(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+# --- a function of its seed ------------------------------------------------------------------------------------------
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.builds(
+        ClusterPlan,
+        learners=st.integers(1, 5),
+        slowest=st.sampled_from([1.0, 1.7, 10.0]),
+        absent=st.sampled_from([0.0, 0.3, 0.7]),
+        absence_seconds=st.just(9.0),
+        latency_seconds=st.sampled_from([0.0, 0.3, 5.0]),
+    ),
+)
+def test_the_same_seed_gives_the_same_tape_and_the_tape_the_same_decisions(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, plan: ClusterPlan
+) -> None:
+    tapes = []
+    for _ in range(2):
+        tape = tmp_path_factory.mktemp("tape")
+        members = members_of(plan, FailureModel(), seed, 50_000)
+        counted(members, tape, Way(latency_seconds=plan.latency_seconds), seed=seed)
+        tapes.append(tape)
+    assert lines(tapes[0]) == lines(tapes[1])
+    assert replay_decisions(read_tape(tapes[0])).merges >= 30
+
+
+def test_a_trained_run_has_the_bits_of_its_seed_and_another_seed_others(tmp_path: Path) -> None:
+    plan = ClusterPlan(learners=2, slowest=1.5)
+    told = [trained(plan, seed, tmp_path / str(n)) for n, seed in enumerate((3, 3, 4))]
+    assert told[0]["model_hash"] == told[1]["model_hash"] != told[2]["model_hash"]
+    assert lines(tmp_path / "0") == lines(tmp_path / "1") != lines(tmp_path / "2")
+    assert told[0]["val_loss_last"] < told[0]["val_loss_first"]
+
+
+# --- what happens in it ----------------------------------------------------------------------------------------------
+def test_equal_learners_are_in_every_round_and_the_run_lasts_as_long_as_its_steps() -> None:
+    outcome = counted(alone(1.0, 1.0, 1.0))
+    assert outcome.figures["merge_participation"] == 1.0
+    assert outcome.figures["uptime"] == 1.0
+    assert 60 <= outcome.virtual_seconds < 66
+    total = outcome.figures
+    assert total["tokens_reported"] == total["tokens_merged"] + total["tokens_lost"]
+
+
+def test_a_learner_at_half_speed_takes_part_and_holds_nobody_up() -> None:
+    outcome = counted(alone(1.0, 1.0, 2.0))
+    assert outcome.virtual_seconds < 70
+    slow = next(row for row in outcome.learners if row["name"] == "l2")
+    assert slow["tokens_merged"] > 0.3 * max(row["tokens_merged"] for row in outcome.learners)
+
+
+def test_answers_that_are_long_under_way_are_merged() -> None:
+    outcome = counted(alone(1.0, 1.0), way=Way(latency_seconds=10.0), quorum=2)
+    assert outcome.figures["merges"] >= 30
+
+
+def test_a_narrow_link_takes_its_time() -> None:
+    wide, narrow = counted(alone(1.0, 1.0)), counted(alone(1.0, 1.0), way=Way(megabit=0.002))
+    assert narrow.virtual_seconds > wide.virtual_seconds
+    assert narrow.figures["bytes_up"] > 0
+
+
+def test_below_the_quorum_the_run_waits_for_who_comes_back() -> None:
+    members = [*alone(1.0), Member("l9", [(steady(1.0), 10.0), (steady(1.0, begins=40.0), math.inf)])]
+    outcome = counted(members, quorum=2)
+    assert outcome.virtual_seconds > 80
+    assert outcome.figures["merge_participation"] == 1.0
+
+
+def test_who_is_absent_comes_back_as_another_and_less_is_merged() -> None:
+    whole, holed = ClusterPlan(learners=3), ClusterPlan(learners=3, absent=0.4, absence_seconds=7)
+    everything, rest = (counted(members_of(p, FailureModel(), 1, 5000)).figures for p in (whole, holed))
+    assert rest["tokens_merged"] < 0.9 * everything["tokens_merged"]
+
+
+def test_chips_fail_and_their_learners_work_with_what_is_left() -> None:
+    plan = ClusterPlan(learners=4, chips=2_400_000, cost_only=True)
+    told = run(plan, RunSettings(steps=200), TASK, FailureModel())
+    steady_tokens = 200 * TASK.tokens_per_step * 4
+    assert 0.5 * steady_tokens < told["tokens_reported"] < 0.97 * steady_tokens
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+def test_a_quorum_above_the_learners_is_an_error_before_anything_runs() -> None:
+    with pytest.raises(SettingError, match="--quorum 3 is more than the 2 learners"):
+        counted(alone(1.0, 1.0), quorum=3)
+
+
+def test_a_cluster_whose_learners_are_all_gone_ends_with_a_sentence() -> None:
+    with pytest.raises(SettingError, match=r"all learners are gone for good at step \d+ of 60"):
+        counted([Member("l0", [(steady(1.0), 10.0)])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learners": 0}, "--learners"),
+        ({"absent": 1.0}, "--absent"),
+        ({"slowest": 0.5}, "--slowest"),
+        ({"learners": 4, "chips": 3}, "cannot share 3 chips"),
+        ({"step_seconds": 0.0}, "--step-seconds"),
+        ({"params": math.inf}, "--params"),
+    ],
+)
+def test_an_impossible_plan_is_one_sentence(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        ClusterPlan(**changes)
+
+
+def test_paces_lie_evenly_between_the_fastest_and_the_slowest() -> None:
+    plan = ClusterPlan(learners=3, slowest=2.0, step_seconds=0.5)
+    assert [pace(plan, n) for n in (1, 2, 3)] == [0.5, 0.75, 1.0]

@@ -1,0 +1,162 @@
+"""Tapes: done again they give the same decisions and bits; broken, foreign or changed ones give a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoupled_diloco.common.config import RunSettings, TaskSettings
+from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.common.tape import TapeWriter, read_tape
+from decoupled_diloco.simulator.replay import Verdict, replay, replay_decisions
+from decoupled_diloco.simulator.running import run
+from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+
+TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
+
+
+def make(tape: Path, **changes: Any) -> dict[str, Any]:
+    chosen = RunSettings(**({"steps": 16, "sync_every": 4, "fragments": 4} | changes))
+    plan = ClusterPlan(learners=3, slowest=2.0, absent=0.3, absence_seconds=4)
+    return run(plan, chosen, TASK, FailureModel(), tape=tape)
+
+
+@pytest.fixture(scope="module")
+def taped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    tape = tmp_path_factory.mktemp("taped")
+    return tape, make(tape)
+
+
+@pytest.fixture
+def changed(taped: tuple[Path, dict[str, Any]], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the tape in which `change` was done to each row of the files whose names begin with `of`."""
+
+    def copy(of: str, change: Callable[[dict[str, Any]], object]) -> Path:
+        for path in taped[0].iterdir():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            if path.name.startswith(of):
+                for row in rows:
+                    change(row)
+            (tmp_path / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path
+
+    return copy
+
+
+def test_a_tape_gives_the_same_decisions_and_bits(taped: tuple[Path, dict[str, Any]]) -> None:
+    tape, told = taped
+    verdict = replay(read_tape(tape), None)
+    assert verdict.model_hash == told["model_hash"]
+    assert verdict.merges == told["merges"]
+    assert replay_decisions(read_tape(tape)) == Verdict(verdict.decisions, verdict.merges, 0, "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adopt": "rebase"}, {"adopt": "mix"}, {"codec_up": "f32", "codec_down": "f32"}, {"codec_up": "int8"},
+        {"outer_momentum": 0.9, "outer_lr": 0.5}, {"quorum": 2, "grace_seconds": 0.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_kind_of_run_gives_the_same_bits_again(tmp_path: Path, changes: dict[str, Any]) -> None:
+    told = make(tmp_path, **changes)
+    assert replay(read_tape(tmp_path), None).model_hash == told["model_hash"]
+
+
+def test_another_decision_is_named_by_its_line(changed: Callable[..., Path]) -> None:
+    def other(row: dict[str, Any]) -> None:
+        if row["what"] == "alive" and row["tokens"] > 100:
+            row["step_seconds"] *= 3
+
+    with pytest.raises(SettingError, match=r"syncer-1\.jsonl, line \d+: .* differ"):
+        replay_decisions(read_tape(changed("syncer", other)))
+
+
+def test_other_bits_are_named_by_their_version(changed: Callable[..., Path]) -> None:
+    def other(row: dict[str, Any]) -> None:
+        if row["what"] == "boundary" and "progress" in row and row["steps"] > 2:
+            row["progress"] += 1.0
+
+    tape = read_tape(changed("learner-1", other))
+    replay_decisions(tape)
+    with pytest.raises(SettingError, match=r"version \d+ of fragment \d+ has other bits here"):
+        replay(tape, None)
+
+
+def test_an_adoption_of_what_was_not_made_yet_is_an_error(changed: Callable[..., Path]) -> None:
+    def other(row: dict[str, Any]) -> None:
+        for adopted in row.get("adopted", ()):
+            adopted[2] += 1000
+
+    with pytest.raises(SettingError, match="was not made by then"):
+        replay(read_tape(changed("learner", other)), None)
+
+
+def test_a_learner_s_file_that_is_not_there_is_asked_for(changed: Callable[..., Path]) -> None:
+    place = changed("none", lambda row: row)
+    for path in place.glob("learner-1-*.jsonl"):
+        path.unlink()
+    with pytest.raises(SettingError, match=r"no file learner-1-\d+\.jsonl"):
+        replay(read_tape(place), None)
+
+
+def test_a_tape_of_another_model_or_text_is_refused(changed: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("something else " * 1000)
+    place = changed("syncer", lambda row: row.update(plan_digest="0" * 64) if row["what"] == "tape" else None)
+    with pytest.raises(SettingError, match="another model"):
+        replay(read_tape(place), None)
+    with pytest.raises(SettingError, match="on another text"):
+        replay(read_tape(place), text)
+
+
+def test_a_tape_whose_writer_was_killed_is_read_up_to_its_last_whole_line(changed: Callable[..., Path]) -> None:
+    place = changed("none", lambda row: row)
+    syncer = place / "syncer-1.jsonl"
+    octets = syncer.read_bytes()
+    syncer.write_bytes(octets[: len(octets) * 2 // 3])
+    verdict = replay(read_tape(place), None)
+    assert verdict.merges
+    assert not verdict.model_hash
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "no tape of version 1"),
+        ("no json\n", "line 1: no event"),
+        ('{"what": "tape", "version": 1, "of": "syncer"}\n', "has no 'epoch'"),
+        ('{"what": "tape", "version": 99, "of": "syncer", "epoch": 1}\n', "no tape of version 1"),
+        ('["what"]\n', "line 1: no event"),
+    ],
+)
+def test_what_is_no_tape_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "syncer-1.jsonl").write_text(content)
+    with pytest.raises(SettingError, match=said):
+        replay_decisions(read_tape(tmp_path))
+
+
+def test_rows_that_make_no_sense_are_named(changed: Callable[..., Path]) -> None:
+    def other(row: dict[str, Any]) -> None:
+        if row["what"] == "answer":
+            row["tokens_to"] = "many"
+
+    with pytest.raises(SettingError, match=r"line \d+: no event that can be taken again"):
+        replay_decisions(read_tape(changed("syncer", other)))
+
+
+def test_no_tape_at_all(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no folder with a tape"):
+        read_tape(tmp_path / "nowhere")
+    with pytest.raises(SettingError, match="holds no syncer's tape"):
+        read_tape(tmp_path)
+
+
+def test_a_tape_is_not_written_over(tmp_path: Path) -> None:
+    TapeWriter(tmp_path, "syncer-1", of="syncer").close()
+    with pytest.raises(SettingError, match="is not written over"):
+        TapeWriter(tmp_path, "syncer-1", of="syncer")
