@@ -12,7 +12,7 @@ import click
 
 from ..common.config import RunSettings, TaskSettings
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
-from .environment import Group
+from .environment import Command, Group
 from .options import made_of, options_of
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
@@ -108,7 +108,7 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given:
     return 0
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("tape", type=click.Path(path_type=Path))
 @TEXT
 @click.option("--decisions", is_flag=True, help="Only take the decisions again: nothing is trained.")
