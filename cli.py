@@ -21,7 +21,7 @@ from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
 from .compose.settings import UpConfig
-from .compose.simulate import replay, simulate
+from .compose.simulate import compare, replay, simulate
 
 NICENESS = 10
 """Of the evaluator: on a busy machine a learner's thread gets about ten times as much as this one."""
@@ -297,6 +297,7 @@ def report(run: str) -> int:
 group.add_command(keys)
 group.add_command(simulate)
 group.add_command(replay)
+group.add_command(compare)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import click
 
 from ..common.config import RunSettings, TaskSettings
+from ..common.errors import SettingError
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
 from .environment import Command, Group
 from .options import made_of, options_of
@@ -140,3 +143,47 @@ def _progress(steps: int) -> Callable[[int], None]:
             click.echo(f"step {done} of {steps}" if steps else f"{done} merges", err=True)
 
     return say
+
+
+@click.command(cls=Command)
+@click.option("--suite", "name", default="quick", show_default=True, help="Which comparison; --list names them.")
+@click.option("--list", "listed", is_flag=True, help="Name the suites, and what each asks.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="Folder for results."
+)
+@click.option("--seeds", type=int, default=0, help="Seeds of each cell. 0 = as many as the suite wants.")
+@click.option("--jobs", type=int, default=0, help="Trainings at the same time, a core each. 0 = as many as cores.")
+@click.option("--minutes", type=float, default=math.inf, help="Begin nothing new after so many minutes.")
+@TEXT
+@AS_JSON
+def compare(
+    *, name: str, out: Path, seeds: int, jobs: int, minutes: float, data: Path | None, listed: bool, as_json: bool
+) -> int:
+    """Train the same model by several methods, and say what the differences show.
+
+    Each cell of a suite is trained with every seed; results are kept one by one in OUT, so that the same command goes
+    on where it was broken off. It ends with OUT/SUITE.csv, a table (SUITE.md) and a picture (SUITE.png).
+    """
+    from ..simulator import comparing
+    from ..simulator.suites import SUITES, suite
+
+    if listed:
+        for each in map(suite, SUITES):
+            click.echo(f"{each.name}: {each.asks} ({len(each.cells)} cells, {each.seeds} seeds)")
+        return 0
+    for option, value in (("--seeds", seeds), ("--jobs", jobs), ("--minutes", minutes)):
+        if value < 0:
+            raise SettingError(f"{option} must be 0 or more, not {value:g}")
+    wanted = suite(name)
+    results = comparing.run(
+        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1, minutes=minutes,
+        said=lambda sentence: click.echo(sentence, err=True),
+    )  # fmt: skip
+    paths = comparing.write(results, out)
+    if as_json:
+        found = [vars(d) | {"verdict": d.verdict} for d in comparing.differences(wanted, results.rows)]
+        click.echo(json.dumps({"suite": name, "rows": results.rows, "differences": found}))
+    else:
+        click.echo(comparing.markdown(results))
+        click.echo("in " + ", ".join(map(str, paths)))
+    return 0

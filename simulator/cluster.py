@@ -66,6 +66,8 @@ class Outcome:
     learners: list[dict[str, Any]]
     model_hash: str
     virtual_seconds: float
+    goodput: float
+    """Share of the time of all learners, from the first step on, in which they made steps with all they have."""
     worked_seconds: float
     """Real seconds inside inner steps."""
     real_seconds: float
@@ -117,7 +119,8 @@ class Cluster:
         self._to_come = 0
         self._over = False
         self._tick_at = math.inf
-        self._worked_seconds = 0.0
+        self._worked_seconds = self._useful_seconds = 0.0
+        self._began_at = math.inf
         self._model_hash = ""
 
     def run(self) -> Outcome:
@@ -140,6 +143,7 @@ class Cluster:
             learners=learner_rows(self._rounds),
             model_hash=self._model_hash,
             virtual_seconds=self.now,
+            goodput=round(self._useful_seconds / (len(self.members) * (self.now - self._began_at)), 4),
             worked_seconds=self._worked_seconds,
             real_seconds=time.perf_counter() - began,
         )
@@ -181,17 +185,19 @@ class Cluster:
     def _start_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
         if present.gone:
             return
+        self._began_at = min(self._began_at, self.now)
         present.pace.leave(self.now)
         present.worker.begin_step(self.now)
         present.worker.share = stretch.share
         if stretch.end < present.dies_at:
-            self._at(stretch.end, lambda: self._end_step(present, life))
+            self._at(stretch.end, lambda: self._end_step(present, stretch, life))
         else:
             self._at(present.dies_at, lambda: self._die(present))
 
-    def _end_step(self, present: _Present, life: Life) -> None:
+    def _end_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
         if present.gone:
             return
+        self._useful_seconds += stretch.share * stretch.useful_seconds
         worker, began = present.worker, time.perf_counter()
         present.loss = worker.step([*present.answers.calls.values()])
         self._worked_seconds += time.perf_counter() - began

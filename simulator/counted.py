@@ -25,9 +25,18 @@ NOTHING = torch.empty(0)
 class Counted:
     """Fragments of equal size, of which only the versions are known."""
 
-    def __init__(self, settings: RunSettings, *, parameters: int, tokens_a_step: int, tape: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        parameters: int,
+        tokens_a_step: int,
+        fragments: int = 0,
+        tape: Path | None = None,
+    ) -> None:
+        """fragments: P, where neither the settings nor the cadence say it."""
         self.settings, self.tokens_a_step = settings, tokens_a_step
-        P = settings.fragments or settings.sync_every
+        P = fragments or settings.fragments or settings.sync_every
         self.size = ALIGN * max(1, parameters // P // ALIGN)
         sizes = [self.size] * P
         self.rounds = Rounds(settings, sizes, EPOCH) if tape is None else recorded(tape, settings, sizes, epoch=EPOCH)

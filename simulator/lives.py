@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..common.errors import SettingError
+from ..common.tape import Tape
 from ..learner.text import generator
+from ..syncer.members import SILENCE_SECONDS
 from .cluster import Life, Member, steady
 from .failures import Group
 from .settings import ClusterPlan, FailureModel
@@ -23,6 +26,37 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
             else list(_lives(plan, number, seed, horizon_seconds)),
         )
         for number in range(1, plan.learners + 1)
+    ]
+
+
+def members_of_tape(tape: Tape) -> list[Member]:
+    """The learners of a taped run as they came, stepped and went: each life at the pace that it had, from its join to
+    its last report. SettingError if the tape has no reports.
+    """
+    lives: dict[tuple[str, int], list[float]] = {}
+    ended = 0.0
+    for row in tape.syncer.rows:
+        who = (str(row.get("learner")), int(row.get("incarnation", 0)))
+        ended = max(ended, float(row.get("at", 0.0)))
+        if row["what"] == "join" and who not in lives:
+            lives[who] = [row["at"], row["at"], 0.0]
+        elif row["what"] == "alive" and who in lives and row["step_seconds"]:
+            first_step_at = row["at"] - row["since_first_step_seconds"]
+            lives[who] = [first_step_at, row["at"], row["step_seconds"]]
+    stepping = {who: life for who, life in lives.items() if life[2]}
+    if not stepping:
+        raise SettingError(f"{tape.syncer.path} has no report of any learner: nothing is known of their pace")
+    zero = min(begins for begins, _, _ in stepping.values())
+    return [
+        Member(
+            name,
+            [
+                (steady(step, begins=begins - zero), math.inf if last > ended - SILENCE_SECONDS else last - zero)
+                for who, (begins, last, step) in stepping.items()
+                if who[0] == name
+            ],
+        )
+        for name in sorted({who[0] for who in stepping})
     ]
 
 

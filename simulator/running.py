@@ -46,7 +46,7 @@ def run(
         return _told(Cluster(settings, counted, members, way, None, beat_seconds, said).run())
     torch.set_num_threads(1)
     corpus = load_corpus(data, task.sequence_length)
-    trained = Trained(settings, task, corpus, tape)
+    trained = Trained(settings, task, corpus, tape=tape)
     judged = validation_windows(
         corpus, "B", "full", sequence_length=task.sequence_length, seed=settings.seed
     )  # fmt: skip
@@ -68,6 +68,7 @@ def _told(outcome: Outcome) -> dict[str, Any]:
             {name: row[name] for name in ("name", "local_steps", "tokens_reported", "tokens_merged")}
             for row in outcome.learners
         ],
+        "goodput": outcome.goodput,
         "model_hash": outcome.model_hash,
         "virtual_seconds": round(outcome.virtual_seconds, 3),
         "seconds": round(outcome.real_seconds, 3),

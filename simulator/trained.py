@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ..common.codec import digest
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed
-from ..common.fragments import Plan, balanced_plan, default_fragments
+from ..common.fragments import MergeKind, Plan, balanced_plan, default_fragments
 from ..learner.desk import Joined
 from ..learner.follower import Public
 from ..learner.replica import Replica, layout_of
@@ -26,9 +28,22 @@ from .trainee import Trainee
 class Trained:
     """The global model of one virtual run; version 0 is what the seed makes."""
 
-    def __init__(self, settings: RunSettings, task: TaskSettings, corpus: Corpus, tape: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        task: TaskSettings,
+        corpus: Corpus,
+        *,
+        tape: Path | None = None,
+        merge: MergeKind = "rda",
+        feedback: bool = True,
+    ) -> None:
+        """merge: mean = the weighted mean for all tensors. feedback: False = the way down's residual is forgotten.
+        Neither is a run's setting: comparisons try what a run would lose by them.
+        """
         self.settings, self.task, self.corpus = settings, task, corpus
-        self.state, self.plan = version_zero(settings, task)
+        self.state, self.plan = version_zero(settings, task, merge)
+        self._feedback = feedback
         sizes = [f.parameters for f in self.plan.fragments]
         self.rounds = Rounds(settings, sizes, EPOCH)
         if tape is not None:
@@ -59,6 +74,8 @@ class Trained:
             merged = merge_answers(self._served, merge)
         except Malformed:
             return None
+        if not self._feedback:
+            self.state.residual[fragment] = torch.zeros_like(self.state.residual[fragment])
         contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
         public = Public(merged.version, self.state.public[fragment], merged.digest, contributors)
         book_merge(self._served, merge, merged, now, MERGE_SECONDS)
@@ -72,10 +89,13 @@ class Trained:
         return model_hash
 
 
-def version_zero(settings: RunSettings, task: TaskSettings) -> tuple[GlobalState, Plan]:
-    """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot."""
+def version_zero(settings: RunSettings, task: TaskSettings, merge: MergeKind = "rda") -> tuple[GlobalState, Plan]:
+    """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot.
+
+    merge: mean = the weighted mean for all tensors.
+    """
     model = Transformer(task, settings.seed)
-    layout = layout_of(model)
+    layout = layout_of(model, merge=dict.fromkeys(dict(model.named_parameters()), merge) if merge == "mean" else None)
     plan = balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
     replica = Replica(model, plan)
     vectors = [replica.vector(f) for f in plan.fragments]

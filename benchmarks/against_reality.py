@@ -1,0 +1,96 @@
+"""The simulator held against a real run whose learners are killed at random: goodput and participation of both.
+
+    python benchmarks/against_reality.py [--learners 3] [--steps 1500] [--mean-life 15] [--seeds 3]
+
+A real `diloco up --tape` runs, and each of its learners is killed (kill -9) after times that a seed draws; `up` starts
+it again. From the tape the virtual cluster gets when each life began, at what pace it stepped, and when it ended, and
+nothing else. Figures of both stand side by side; a difference is in points (hundredths).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.monitor.folder import RunFolder
+from decoupled_diloco.simulator.cluster import Cluster, Outcome
+from decoupled_diloco.simulator.counted import Counted
+from decoupled_diloco.simulator.lives import members_of_tape
+
+MODEL = ["--layers", "1", "--width", "32", "--sequence-length", "32", "--batch-sequences", "4"]
+FIGURES = ("goodput", "merge_participation", "uptime", "useful_share")
+
+
+def real_run(place: Path, learners: int, steps: int, mean_life_seconds: float, seed: int) -> dict[str, Any]:
+    """One run with its kills; the figures that it tells."""
+    command = [
+        sys.executable, "-P", "-m", "decoupled_diloco.cli", "up", "--run", "it", "--tape", "--json", "--no-evaluator",
+        "--learners", str(learners), "--threads", "1", "--steps", str(steps), *MODEL,
+    ]  # fmt: skip
+    out = place / "out.txt"
+    with (place / "err.txt").open("w") as err, out.open("w") as said:
+        up = subprocess.Popen(command, cwd=place, stdout=said, stderr=err)
+    folder, draw = RunFolder(place / "runs" / "it"), random.Random(seed)
+    dies_at = {f"learner-{n}": time.monotonic() + 10 + draw.expovariate(1 / mean_life_seconds)
+               for n in range(1, learners + 1)}  # fmt: skip
+    while up.poll() is None:
+        time.sleep(0.1)
+        processes = folder.run_map().get("processes", {})
+        for name, when in dies_at.items():
+            if time.monotonic() >= when and processes.get(name):
+                try:
+                    os.kill(processes[name], signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                dies_at[name] = time.monotonic() + 5 + draw.expovariate(1 / mean_life_seconds)
+    told: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    return told
+
+
+def virtual_run(place: Path) -> Outcome:
+    """The virtual cluster with the same lives."""
+    tape = read_tape(place / "runs" / "it")
+    settings = RunSettings.from_map(tape.syncer["settings"])
+    parameters = sum(tape.syncer["parameters"])
+    substance = Counted(settings, parameters=parameters, tokens_a_step=128, fragments=len(tape.syncer["parameters"]))
+    return Cluster(settings, substance, members_of_tape(tape)).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learners", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--mean-life", type=float, default=15.0, help="seconds between two deaths of a learner")
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    worst = dict.fromkeys(FIGURES, 0.0)
+    for seed in range(given.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            real = real_run(place, given.learners, given.steps, given.mean_life, seed)
+            virtual = virtual_run(place)
+        ours = {**virtual.figures, "goodput": virtual.goodput}
+        row: dict[str, Any] = {"seed": seed, "faults": real["faults"], "seconds": [real["seconds"],
+                               round(virtual.virtual_seconds, 1)]}  # fmt: skip
+        for name in FIGURES:
+            row[name] = [real[name], ours[name]]
+            difference = 100 * abs(real[name] - ours[name]) if real[name] is not None else math.nan
+            worst[name] = max(worst[name], difference)
+        print(json.dumps(row), flush=True)
+    print("largest differences in points: " + ", ".join(f"{name} {points:.1f}" for name, points in worst.items()))
+
+
+if __name__ == "__main__":
+    main()
