@@ -1,6 +1,6 @@
 """The simulator held against a real run whose learners are killed at random: goodput and participation of both.
 
-    python benchmarks/against_reality.py [--learners 3] [--steps 1500] [--mean-life 15] [--seeds 3]
+    python benchmarks/against_reality.py [--learners 2] [--steps 400] [--mean-life 25] [--seeds 3]
 
 A real `diloco up --tape` runs, and each of its learners is killed (kill -9) after times that a seed draws; `up` starts
 it again. From the tape the virtual cluster gets when each life began, at what pace it stepped, and when it ended, and
@@ -25,11 +25,12 @@ from typing import Any
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.tape import read_tape
 from decoupled_diloco.monitor.folder import RunFolder
-from decoupled_diloco.simulator.cluster import Cluster, Outcome
+from decoupled_diloco.simulator.cluster import Cluster, Outcome, Way
 from decoupled_diloco.simulator.counted import Counted
 from decoupled_diloco.simulator.lives import members_of_tape
 
-MODEL = ["--layers", "1", "--width", "32", "--sequence-length", "32", "--batch-sequences", "4"]
+LATENCY_SECONDS = 0.005
+"""Of loopback, the broker and both loops, one way."""
 FIGURES = ("goodput", "merge_participation", "uptime", "useful_share")
 
 
@@ -37,7 +38,7 @@ def real_run(place: Path, learners: int, steps: int, mean_life_seconds: float, s
     """One run with its kills; the figures that it tells."""
     command = [
         sys.executable, "-P", "-m", "decoupled_diloco.cli", "up", "--run", "it", "--tape", "--json", "--no-evaluator",
-        "--learners", str(learners), "--threads", "1", "--steps", str(steps), *MODEL,
+        "--learners", str(learners), "--threads", "1", "--steps", str(steps),
     ]  # fmt: skip
     out = place / "out.txt"
     with (place / "err.txt").open("w") as err, out.open("w") as said:
@@ -65,14 +66,14 @@ def virtual_run(place: Path) -> Outcome:
     settings = RunSettings.from_map(tape.syncer["settings"])
     parameters = sum(tape.syncer["parameters"])
     substance = Counted(settings, parameters=parameters, tokens_a_step=128, fragments=len(tape.syncer["parameters"]))
-    return Cluster(settings, substance, members_of_tape(tape)).run()
+    return Cluster(settings, substance, members_of_tape(tape), Way(latency_seconds=LATENCY_SECONDS)).run()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learners", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--mean-life", type=float, default=15.0, help="seconds between two deaths of a learner")
+    parser.add_argument("--learners", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--mean-life", type=float, default=25.0, help="seconds between two deaths of a learner")
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     worst = dict.fromkeys(FIGURES, 0.0)

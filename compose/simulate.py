@@ -117,7 +117,7 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given:
 @click.option("--decisions", is_flag=True, help="Only take the decisions again: nothing is trained.")
 @AS_JSON
 def replay(tape: Path, data: Path | None, *, decisions: bool, as_json: bool) -> int:
-    """Do a taped run again: the same decisions, and the same bits.
+    """Do a taped run again, to the same bits.
 
     TAPE is the folder of a run that was made with --tape, or of its tape. Everything is trained anew at the steps that
     the tape tells, and compared with it, version by version. Exit code 2 at the first difference.
@@ -151,15 +151,25 @@ def _progress(steps: int) -> Callable[[int], None]:
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="Folder for results."
 )
-@click.option("--seeds", type=int, default=0, help="Seeds of each cell. 0 = as many as the suite wants.")
-@click.option("--jobs", type=int, default=0, help="Trainings at the same time, a core each. 0 = as many as cores.")
-@click.option("--minutes", type=float, default=math.inf, help="Begin nothing new after so many minutes.")
+@click.option(
+    "--seeds", type=int, default=0, show_default=True, help="Seeds of each cell. 0 = as many as the suite wants."
+)
+@click.option(
+    "--jobs",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Trainings at the same time, a core each. 0 = as many as cores.",
+)
+@click.option(
+    "--minutes", type=float, default=0.0, show_default=True, help="Begin nothing new after so many. 0 = no limit."
+)
 @TEXT
 @AS_JSON
 def compare(
     *, name: str, out: Path, seeds: int, jobs: int, minutes: float, data: Path | None, listed: bool, as_json: bool
 ) -> int:
-    """Train the same model by several methods, and say what the differences show.
+    """Train one model by several methods.
 
     Each cell of a suite is trained with every seed; results are kept one by one in OUT, so that the same command goes
     on where it was broken off. It ends with OUT/SUITE.csv, a table (SUITE.md) and a picture (SUITE.png).
@@ -176,7 +186,7 @@ def compare(
             raise SettingError(f"{option} must be 0 or more, not {value:g}")
     wanted = suite(name)
     results = comparing.run(
-        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1, minutes=minutes,
+        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1, minutes=minutes or math.inf,
         said=lambda sentence: click.echo(sentence, err=True),
     )  # fmt: skip
     paths = comparing.write(results, out)
