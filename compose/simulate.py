@@ -186,7 +186,8 @@ def compare(
             raise SettingError(f"{option} must be 0 or more, not {value:g}")
     wanted = suite(name)
     results = comparing.run(
-        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1, minutes=minutes or math.inf,
+        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
+        minutes=minutes or math.inf,
         said=lambda sentence: click.echo(sentence, err=True),
     )  # fmt: skip
     paths = comparing.write(results, out)
