@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from .common.config import BrokerConfig, LearnerConfig, RunSettings, TaskSettings
+from .common.config import PRESETS, BrokerConfig, LearnerConfig, RunSettings, TaskSettings, preset
 from .common.errors import DilocoError
 from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
@@ -94,8 +94,9 @@ def up(context: click.Context, /, **given: Any) -> int:
     """
     from .compose import local
 
-    config = made_of(UpConfig, given)
-    return local.up(config, made_of(RunSettings, given), made_of(TaskSettings, given), explicit(context), context.obj)
+    config, told = made_of(UpConfig, given), explicit(context)
+    given |= {name: value for name, value in preset(config.preset, config.learners).items() if name not in told}
+    return local.up(config, made_of(RunSettings, given), made_of(TaskSettings, given), told, context.obj)
 
 
 @group.command()
@@ -120,6 +121,13 @@ def broker(context: click.Context, /, **given: Any) -> int:
 @KEY
 @click.option("--tape", type=click.Path(path_type=Path), help="Folder into which an event tape is written, for replay.")
 @click.option("--stop-redis", is_flag=True, help="Once the run is finished and saved, tell Redis to save and end too.")
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    default="decoupled",
+    show_default=True,
+    help="Settings that belong together; what is given beside it counts.",
+)
 @options_of(RunSettings)
 @options_of(TaskSettings)
 @click.pass_context

@@ -40,6 +40,20 @@ CodecName = Literal["f32", "bf16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("f32", "bf16", "int8", "int4")
 AdoptName = Literal["overwrite", "rebase", "mix"]
 ADOPTS: tuple[AdoptName, ...] = ("overwrite", "rebase", "mix")
+PresetName = Literal["decoupled", "streaming", "diloco"]
+ALL_LEARNERS = -1
+"""Of a preset's quorum: as many as the run has."""
+PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
+    "decoupled": {},
+    "streaming": {"quorum": ALL_LEARNERS, "grace_seconds": 0.0, "adopt": "mix", "codec_down": "bf16"},
+    "diloco": {
+        "quorum": ALL_LEARNERS, "grace_seconds": 0.0, "fragments": 1, "overlap": 1,
+        "codec_up": "f32", "codec_down": "f32",
+    },
+}  # fmt: skip
+"""What differs from the defaults (which are Decoupled DiLoCo's) in its ancestors: Streaming DiLoCo sends fragments and
+waits for everybody, DiLoCo sends the whole model at once. Outer learning rate and momentum are the same in all.
+"""
 
 
 def check_name(what: str, name: str) -> str:
@@ -63,6 +77,16 @@ def _within(settings: object, name: str, low: float, high: float) -> None:
 def flag(name: str) -> str:
     """How a setting is written on the command line: `sync_every` -> `--sync-every`."""
     return FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def preset(name: PresetName, learners: int | None) -> dict[str, Any]:
+    """Fields of RunSettings that this preset changes, for a run of so many learners (None: that is not known)."""
+    changes = dict(PRESETS[name])
+    if changes.get("quorum") == ALL_LEARNERS:
+        if learners is None:
+            raise SettingError(f"--preset {name} waits for all learners: say by --quorum how many there are")
+        changes["quorum"] = learners
+    return changes
 
 
 class FromMap:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.config import RunSettings
+from ..common.config import PresetName, RunSettings
 from ..common.errors import SettingError
 
 
@@ -14,6 +14,9 @@ from ..common.errors import SettingError
 class UpConfig:
     """One `diloco up`: how many learners, with what, and where everything listens."""
 
+    preset: PresetName = "decoupled"
+    """Settings that belong together; what is given beside it counts. streaming: waits for all learners and blends.
+    diloco: waits for all, and merges the whole model at once."""
     learners: int = 2
     """Learner processes on this machine. More may join from elsewhere."""
     device: str = "cpu"
@@ -53,6 +56,8 @@ class UpConfig:
                 raise SettingError(f"--{name}-port must lie between 0 and {last}, not {port}")
         if self.redis is not None and self.redis_port:
             raise SettingError("--redis uses a store that is there and --redis-port starts one: give only one of them")
+        if self.resume is not None and self.preset != "decoupled":
+            raise SettingError("--resume goes on with the run's own settings; leave --preset out")
         if self.resume is not None and self.directory is not None:
             raise SettingError("--resume names the run's folder already; leave --dir out")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.config import RunSettings, SyncerConfig, TaskSettings
+from ..common.config import RunSettings, SyncerConfig, TaskSettings, preset
 from ..common.errors import DilocoError, SettingError
 from ..common.holding import held_key, run_of
 from ..common.keys import Key
@@ -24,9 +24,13 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
     path: Path | None = given["directory"]
     key = held_key(given["key"], "syncer")
     given = {**given, "run": run_of(key, given["run"] if "run" in told else "", given["key"]) or given["run"]}
+    changes = preset(given["preset"], given["quorum"] if "quorum" in told else None)
+    given |= {name: value for name, value in changes.items() if name not in told}
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     place = path or RUNS / settings.run
     if (place / "settings.json").exists():
+        if changes:
+            raise SettingError(f"{place} goes on with its run's own settings; leave --preset out")
         _check_kind(RunFolder.open(place), given, told)
         _check_run(RunFolder.open(place), key)
         folder, setup = _go_on(place, settings, task, told)
