@@ -12,27 +12,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .errors import SettingError
+from .log import get_logger, printable
 
 VERSION = 1
 FOLDER = "tape"
 """Of a run's folder: where `diloco up --tape` has it written."""
 Row = dict[str, Any]
+BROKEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
+"""What comes of taking rows for events that are none."""
+
+log = get_logger("tape")
 
 
 class TapeWriter:
-    """One process's file. Lines go to the system at once: what a killed process did stands there, too."""
+    """One process's file. Lines go to the system at once: what a killed process did stands there, too. A full disk ends
+    the tape, and not the run.
+    """
 
     def __init__(self, folder: Path, name: str, **head: Any) -> None:
         """SettingError if the file cannot be made, or is there already: a tape is never written over."""
         path = folder / f"{name}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("x", buffering=1)
+            self._file: TextIO | None = path.open("x", buffering=1)
         except FileExistsError as wrong:
             raise SettingError(
                 f"{path} is there already, and a tape is not written over; name another --tape"
@@ -42,10 +50,19 @@ class TapeWriter:
         self.write("tape", version=VERSION, **head)
 
     def write(self, what: str, **row: Any) -> None:
-        self._file.write(json.dumps({"what": what, **row}, separators=(",", ":")) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps({"what": what, **row}, separators=(",", ":")) + "\n")
+        except OSError as wrong:
+            log.warning("tape_ends", file=self._file.name, error=str(wrong))
+            self.close()
 
     def close(self) -> None:
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what could not be written was told already
+                file.close()
 
 
 @dataclass(frozen=True)
@@ -72,24 +89,39 @@ class Tape:
 
 
 def read_tape(place: Path) -> Tape:
-    """The tape in folder `place`, or in its subfolder FOLDER. SettingError, naming file and line, if it is none."""
-    folder = place / FOLDER if (place / FOLDER).is_dir() else place
+    """The tape in folder `place`, or in its subfolder FOLDER: of its newest syncer, or of the one whose file this is.
+    SettingError, naming file and line, if it is none.
+    """
+    folder = place.parent if place.is_file() else place / FOLDER if (place / FOLDER).is_dir() else place
     if not folder.is_dir():
-        raise SettingError(f"{place} is no folder with a tape; a run writes one into its folder with --tape")
-    files = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
-    syncers = sorted((f for f in files if f["of"] == "syncer"), key=lambda f: int(f["epoch"]))
-    if not syncers:
-        raise SettingError(f"{folder} holds no syncer's tape (syncer-*.jsonl)")
-    lives = {(str(f["learner"]), int(f["incarnation"])): f for f in files if f["of"] == "learner"}
-    return Tape(syncers[-1], lives)
+        raise SettingError(f"{shown(place)} is no folder with a tape; a run writes one into its folder with --tape")
+    files = [file for path in sorted(folder.glob("*.jsonl")) if (file := _read(path)) is not None]
+    try:
+        syncers = sorted((f for f in files if f["of"] == "syncer"), key=lambda f: int(f["epoch"]))
+        chosen = [f for f in syncers if f.path == place] if place.is_file() else syncers
+        if not chosen:
+            raise SettingError(f"{shown(place)} holds no syncer's tape (syncer-*.jsonl)")
+        syncer = chosen[-1]
+        own = [f for f in files if f["of"] == "learner" and (f["epoch"], f["run"]) == (syncer["epoch"], syncer["run"])]
+        return Tape(syncer, {(str(f["learner"]), int(f["incarnation"])): f for f in own})
+    except BROKEN as wrong:
+        raise SettingError(f"{shown(folder)} holds no tape of version {VERSION}: {printable(str(wrong))}") from wrong
 
 
-def _read(path: Path) -> TapeFile:
+def shown(path: Path) -> str:
+    """A path for a message, whatever its name is made of."""
+    return printable(str(path))
+
+
+def _read(path: Path) -> TapeFile | None:
+    """One file; None for one whose writer was killed before its first whole line."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as wrong:
         raise SettingError(f"the tape {path} cannot be read: {wrong}") from wrong
     rows = list(_rows(path, text))
+    if not rows and not text.strip():
+        return None
     if not rows or rows[0]["what"] != "tape" or rows[0].get("version") != VERSION:
         raise SettingError(f"{path} is no tape of version {VERSION}")
     return TapeFile(path, rows[0], tuple(rows[1:]))
@@ -100,7 +132,7 @@ def _rows(path: Path, text: str) -> Iterator[Row]:
     for number, line in enumerate(whole, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("what"), str):
             raise SettingError(f"{path}, line {number}: no event of a tape")

@@ -52,7 +52,7 @@ class Tape:
         if self._told is not None:
             row["progress"], self._told = self._told, None
         if arrivals:
-            row["adopted"] = [[a.fragment, a.epoch, a.public.version] for a in arrivals]
+            row["adopted"] = [[a.fragment, a.epoch, a.public.version, int(a.own is not None)] for a in arrivals]
         if reset:
             row["reset"] = True
         if answered:

@@ -124,7 +124,9 @@ class Cluster:
         self._model_hash = ""
 
     def run(self) -> Outcome:
-        """Until every fragment has had its last round. SettingError if nobody is left who could bring that about."""
+        """Until every fragment has had its last round. SettingError if nobody is left who could bring that about;
+        Diverged if a learner's model is not finite again and again.
+        """
         began = time.perf_counter()
         for member in self.members:
             for number, (life, dies_at) in enumerate(member.lives, 1):
@@ -173,13 +175,16 @@ class Cluster:
         """A new incarnation that has just fetched everything."""
         if name in self._present:
             self._die(self._present[name])
-        incarnation = 1 + int(generator("incarnation", self.settings.seed, name, number).integers(2**52))
+        incarnation = incarnation_of(self.settings.seed, name, number)
         worker = self.substance.worker(name, incarnation, self.tape)
         self._rounds.join(name, incarnation, self.now)
         present = _Present(name, worker, Answers(worker.me), Pace(self.now), dies_at)
         self._present[name] = present
-        self._hear_beat(present)
         self._tick()
+        beat = self._beat_message()
+        worker.hear(beat, self.now)  # nobody joins without one
+        for call in beat.calls:
+            present.answers.heard_call(call)
         return present
 
     def _start_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
@@ -200,6 +205,10 @@ class Cluster:
         self._useful_seconds += stretch.share * stretch.useful_seconds
         worker, began = present.worker, time.perf_counter()
         present.loss = worker.step([*present.answers.calls.values()])
+        if worker.wants_reset():
+            present.answers.drop()
+            for fragment, public in enumerate(self.substance.whole()):
+                worker.deliver(fragment, public, reset=True)
         self._worked_seconds += time.perf_counter() - began
         present.pace.enter(self.now)
         for sent in worker.sent():
@@ -208,18 +217,21 @@ class Cluster:
             present.timed = True
             self._report(present)
         following = next(life, None)
-        if following is not None:
+        if following is None:
+            self._die(present)
+        else:
             self._at(following.start, lambda: self._start_step(present, following, life))
 
     def _send(self, present: _Present, sent: Sent) -> None:
         """An answer is on its way; it counts when all of it is there."""
         present.bytes_up += sent.octets
         present.up_free_at = max(self.now, present.up_free_at) + self.way.seconds(sent.octets)
-        self._at(present.up_free_at + self.way.latency_seconds, partial(self._take, sent))
+        self._at(present.up_free_at + self.way.latency_seconds, partial(self._take, present, sent))
 
-    def _take(self, sent: Sent) -> None:
-        if self.substance.take(sent):
-            self._tick()
+    def _take(self, present: _Present, sent: Sent) -> None:
+        """An answer is here. The machine looks after all that arrives at this moment, as the syncer's own loop does."""
+        if not present.gone and self.substance.take(sent):
+            self._at(self.now, self._tick)
 
     def _die(self, present: _Present) -> None:
         if not present.gone:
@@ -244,7 +256,7 @@ class Cluster:
         def arrives() -> None:
             if self._rounds.heard(report, self.now) is not None:
                 self._figures.stepped(self.now, report.since_first_step_seconds)
-                self._tick()
+                self._at(self.now, self._tick)
 
         self._after(self.way.latency_seconds, arrives)
 
@@ -294,19 +306,21 @@ class Cluster:
         living = self._living()
         if not living and not self._to_come:
             raise SettingError(f"all learners are gone for good at step {self._rounds.t} of {self.settings.steps}")
+        beat = self._beat_message()
         for present in living:
-            self._hear_beat(present)
+            self._hear_beat(present, beat)
         self._tick()
         self._after(self.beat_seconds, self._beat)
 
-    def _hear_beat(self, present: _Present) -> None:
+    def _beat_message(self) -> Beat:
         rounds = self._rounds
-        beat = Beat(
+        return Beat(
             run=self.settings.run, epoch=EPOCH, state="running", t=rounds.step(self.now), steps=self.settings.steps,
             step_seconds=rounds.members.typical_step_seconds(), versions=tuple(rounds.versions),
             calls=rounds.wire_calls(), syncer=1,
         )  # fmt: skip
 
+    def _hear_beat(self, present: _Present, beat: Beat) -> None:
         def arrives() -> None:
             present.worker.hear(beat, self.now)
             for _ in present.answers.heard_open(beat.calls, self.now):
@@ -321,6 +335,11 @@ class Cluster:
         self._model_hash = self.substance.finish()
         self._rounds.ledger.close_all()
         self._over = True
+
+
+def incarnation_of(seed: int, name: str, life: int) -> int:
+    """The incarnation of a learner's life number `life`, from 1 on: its data's order depends on it."""
+    return 1 + int(generator("incarnation", seed, name, life).integers(2**52))
 
 
 def steady(step_seconds: float, *, begins: float = 0.0) -> Life:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import multiprocessing
-import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -20,7 +20,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ..common.errors import SettingError
+import torch
+
+from ..common.errors import DilocoError, SettingError
+from ..common.log import configure
 from ..learner.text import load_corpus
 from .methods import Cell, train
 from .suites import Suite
@@ -29,7 +32,11 @@ STUDENT_95 = (
     math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
     2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
-"""Two-sided 95 % quantiles of Student's t by degrees of freedom; the normal one beyond."""
+"""Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last one it is a little too wide."""
+
+
+UNEQUAL_TOKENS = 0.02
+"""Cells whose tokens differ by more are not held against each other."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,14 @@ class Difference:
     high: float
     """95 % interval of the mean; infinite with a single seed."""
     seeds: int
+    tokens: float = 0.0
+    """By how much more the cell was trained on, as a share."""
 
     @property
     def verdict(self) -> str:
         """What the interval lets us say."""
+        if abs(self.tokens) > UNEQUAL_TOKENS:
+            return f"nothing: {self.tokens:+.1%} tokens"
         if self.within is None:
             return "better" if self.high < 0 else "worse" if self.low > 0 else "no difference shown"
         if self.high <= self.within:
@@ -57,17 +68,19 @@ class Difference:
 
 
 def differences(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[Difference]:
-    """Every contrast of the suite for which there are seeds, on held-out part B."""
+    """Every contrast of the suite for which there are seeds, on the held-out part that it is judged on."""
     found = []
     for contrast in suite.contrasts:
-        ours, theirs = (_by_seed(rows, name) for name in (contrast.cell, contrast.against))
+        ours, theirs = (_by_seed(rows, n, f"val_{suite.part.lower()}") for n in (contrast.cell, contrast.against))
+        trained, reference = (_by_seed(rows, n, "tokens") for n in (contrast.cell, contrast.against))
         seeds = sorted(ours.keys() & theirs.keys())
         if seeds:
             relative = [ours[s] / theirs[s] - 1 for s in seeds]
             low, high = interval(relative)
             found.append(
                 Difference(
-                    contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds)
+                    contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds),
+                    0.0 if contrast.unequal else mean(trained[s] / reference[s] - 1 for s in seeds),
                 )
             )  # fmt: skip
     return found
@@ -78,29 +91,32 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     count = len(values)
     if count < 2:
         return -math.inf, math.inf
-    t = STUDENT_95[count - 1] if count - 1 < len(STUDENT_95) else 1.96
+    t = STUDENT_95[min(count - 1, len(STUDENT_95) - 1)]
     half = t * stdev(values) / math.sqrt(count)
     return mean(values) - half, mean(values) + half
 
 
-def _by_seed(rows: Sequence[dict[str, Any]], name: str) -> dict[int, float]:
-    return {row["seed"]: row["val_b"] for row in rows if row["name"] == name}
+def _by_seed(rows: Sequence[dict[str, Any]], name: str, figure: str) -> dict[int, float]:
+    return {row["seed"]: row[figure] for row in rows if row["name"] == name}
+
+
+COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "core_seconds", "text"}
 
 
 class Results:
     """The file of one suite's results."""
 
-    def __init__(self, folder: Path, suite: Suite) -> None:
-        """SettingError if the folder cannot be used, or holds something else."""
-        self.path, self.suite = folder / f"{suite.name}.jsonl", suite
+    def __init__(self, folder: Path, suite: Suite, text: str) -> None:
+        """text: sha256 of what is trained on. SettingError if the folder cannot be used, or holds something else."""
+        self.path, self.suite, self._text = folder / f"{suite.name}.jsonl", suite, text
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            text = self.path.read_text("utf-8") if self.path.exists() else ""
+            written = self.path.read_text("utf-8") if self.path.exists() else ""
         except OSError as wrong:
             raise SettingError(f"{folder} cannot be used: {wrong.strerror or wrong}; name another --out") from wrong
         known = {identity(cell): cell.name for cell in suite.cells}
-        self.rows = [row for row in self._parsed(text) if row["cell"] in known]
-        """Of this suite as it is now; what was trained with other settings does not count."""
+        self.rows = [row for row in self._parsed(written) if row["cell"] in known and row["text"] == text]
+        """Of this suite and text as they are now; what was trained with other settings does not count."""
 
     def missing(self, seeds: int) -> Iterator[tuple[Cell, int]]:
         """What is to be trained still, seed by seed."""
@@ -111,17 +127,19 @@ class Results:
                     yield cell, seed
 
     def add(self, row: dict[str, Any]) -> None:
+        row = {**row, "text": self._text}
         self.rows.append(row)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _parsed(self, text: str) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(text.splitlines(), 1):
+    def _parsed(self, written: str) -> Iterator[dict[str, Any]]:
+        lines = written.split("\n")[:-1]  # one that was killed leaves half a line behind the last whole one
+        for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
             except ValueError as wrong:
                 raise SettingError(f"{self.path}, line {number}: no result of a comparison") from wrong
-            if not isinstance(row, dict) or not {"cell", "name", "seed", "val_a", "val_b"} <= row.keys():
+            if not isinstance(row, dict) or not row.keys() >= COLUMNS:
                 raise SettingError(f"{self.path}, line {number}: no result of a comparison")
             yield row
 
@@ -142,9 +160,10 @@ def run(
     said: Callable[[str], None],
 ) -> Results:
     """Train what is missing of the suite, `jobs` at a time, for `minutes` at most (what is begun is finished)."""
-    results, began = Results(folder, suite), time.monotonic()
-    for length in sorted({cell.task.sequence_length for cell in suite.cells}):
-        load_corpus(data, length)  # SettingError here, and not in a process of its own
+    began = time.monotonic()
+    longest = max(cell.task.sequence_length for cell in suite.cells)
+    results = Results(folder, suite, load_corpus(data, longest).sha256)
+    failed: list[str] = []
     waits, total = list(results.missing(seeds)), len(suite.cells) * seeds
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_own_threads) as pool:
         running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
@@ -156,19 +175,22 @@ def run(
                 break
             done = next(as_completed(running))
             cell, seed = running.pop(done)
-            results.add(done.result())
+            try:
+                results.add(done.result())
+            except DilocoError as wrong:  # another cell may well be trained
+                said(f"{cell.name}, seed {seed}: {wrong}")
+                failed.append(f"{cell.name}, seed {seed}")
+                continue
             left = total - len([r for r in results.rows if r["seed"] < seeds])
             said(f"{cell.name}, seed {seed}: {results.rows[-1]['val_b']:.4f} nats per byte ({left} of {total} left)")
+    if failed:
+        raise DilocoError(f"{len(failed)} of {total} could not be trained, the first is {failed[0]}; the rest is kept")
     return results
 
 
 def _own_threads() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch  # noqa: PLC0415 in a process of its own, after the line above
-
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who broke off speaks to the parent
     torch.set_num_threads(1)
-    from ..common.log import configure  # noqa: PLC0415
-
     configure("compare", level="warning")
 
 

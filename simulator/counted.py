@@ -48,12 +48,16 @@ class Counted:
         me = Identity(run=self.settings.run, name=name, incarnation=incarnation, layout=Layout(()))
         return CountingWorker(me, self.rounds.versions, octets, self.tokens_a_step)
 
+    def whole(self) -> list[Public]:
+        return [Public(version, NOTHING, "") for version in self.rounds.versions]
+
     def take(self, sent: Sent) -> bool:
         return not self.rounds.answer(sent.content)
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int]:
         rounds, fragment = self.rounds, merge.call.fragment
         rounds.merged(merge, MERGE_SECONDS)
+        self.figures.reached(rounds.step(now), len(rounds.members.live()))
         self.figures.merged(
             now,
             contributors=len(merge.answers),
@@ -103,7 +107,11 @@ class CountingWorker:
     def sent(self) -> list[Sent]:
         return self._sent
 
-    def deliver(self, fragment: int, public: Public) -> None:
+    def wants_reset(self) -> bool:
+        return False
+
+    def deliver(self, fragment: int, public: Public, *, reset: bool = False) -> None:
+        del reset
         self._waits[fragment] = public.version
 
     def close(self) -> None: ...

@@ -45,7 +45,7 @@ def simulate(system: System, learners: int, chips: int, model: FailureModel, *, 
     useful, lives = 0.0, []
     for number in range(groups):
         rng = np.random.default_rng((seed, 0, number))
-        absences = list(_absences(model, number, groups, seconds, seed))
+        absences = list(absences_of(model, number, groups, seconds, seed))
         group = Group(model, chips / groups, rng, absences, elastic=system != "rigid")
         busy = _joined(group.life(seconds), seconds)
         lives.append(busy.intervals)
@@ -83,7 +83,7 @@ def _union(lives: Iterable[list[tuple[float, float]]]) -> float:
     return covered
 
 
-def _absences(model: FailureModel, number: int, groups: int, seconds: float, seed: int) -> Iterator[Absence]:
+def absences_of(model: FailureModel, number: int, groups: int, seconds: float, seed: int) -> Iterator[Absence]:
     """What takes many slices of group `number` away together. One group is spread over all sites, else each has one."""
     sites = range(model.sites) if groups == 1 else [number % model.sites]
     for site in sites:

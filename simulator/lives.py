@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields, replace
 
+from ..common.config import flag
 from ..common.errors import SettingError
 from ..common.tape import Tape
 from ..learner.text import generator
 from ..syncer.members import SILENCE_SECONDS
 from .cluster import Life, Member, steady
 from .failures import Group
+from .goodput import absences_of
 from .settings import ClusterPlan, FailureModel
 
 
 def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_seconds: float) -> list[Member]:
     """The learners of `plan`, for a run that is over within `horizon_seconds`. With chips, each has its share of them,
-    which fail as `failures` says; without, each steps at its own pace, and is away as the plan says.
+    which fail as `failures` says; without, each steps at its own pace, and is away as the plan says. SettingError for
+    what cannot go together.
     """
+    _check(plan, failures)
     return [
         Member(
             name=f"learner-{number}",
@@ -63,12 +68,29 @@ def members_of_tape(tape: Tape) -> list[Member]:
 def pace(plan: ClusterPlan, number: int) -> float:
     """Seconds of an inner step of learner `number` (from 1 on): from the plan's to `slowest` times as long."""
     between = (number - 1) / max(1, plan.learners - 1)
-    return plan.step_seconds * (1 + (plan.slowest - 1) * between)
+    return plan.step(0.0) * (1 + (plan.slowest - 1) * between)
+
+
+def _check(plan: ClusterPlan, failures: FailureModel) -> None:
+    """What would be ignored is an error: chips have the failure model's pace and absences, the others their own."""
+    ours, theirs = {f.name: f.default for f in fields(ClusterPlan)}, {f.name: f.default for f in fields(FailureModel)}
+    if plan.chips:
+        idle = [n for n in ("absent", "slowest", "absence_seconds") if getattr(plan, n) != ours[n]]
+        if idle:
+            raise SettingError(f"{flag(idle[0])} is for learners without chips; with --chips slices fail and return")
+    else:
+        idle = [n for n, default in theirs.items() if n != "step_seconds" and getattr(failures, n) != default]
+        if idle:
+            raise SettingError(f"{flag(idle[0])} says how chips fail: give --chips, too")
 
 
 def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, horizon_seconds: float) -> Life:
-    rng = generator("chips", seed, number)
-    return Group(failures, plan.chips / plan.learners, rng).life(horizon_seconds)
+    rng, absences = (
+        generator("chips", seed, number),
+        absences_of(failures, number - 1, plan.learners, horizon_seconds, seed),
+    )
+    failures = replace(failures, step_seconds=plan.step(failures.step_seconds))
+    return Group(failures, plan.chips / plan.learners, rng, list(absences)).life(horizon_seconds)
 
 
 def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[Life, float]]:

@@ -23,7 +23,7 @@ from ..learner.replica import Replica
 from ..learner.text import Batches, Corpus, batches
 from ..learner.transformer import Transformer
 from ..syncer.merge import token_weight
-from .cluster import Cluster, Way
+from .cluster import Cluster, Way, incarnation_of
 from .lives import members_of
 from .running import LONGEST
 from .settings import ClusterPlan, FailureModel
@@ -102,11 +102,13 @@ def _judge(model: nn.Module, corpus: Corpus, part: str, task: TaskSettings, seed
     return evaluate(model, windows)
 
 
-def _streams(cell: Cell, seed: int, corpus: Corpus, learners: int) -> list[Batches]:
+def streams(cell: Cell, seed: int, corpus: Corpus, learners: int) -> list[Batches]:
+    """Each learner's batches, the same in every method."""
     task = cell.task
     return [
         batches(
-            corpus.train, task.batch_sequences, task.sequence_length, seed=seed, name=f"learner-{n}", incarnation=1
+            corpus.train, task.batch_sequences, task.sequence_length,
+            seed=seed, name=f"learner-{n}", incarnation=incarnation_of(seed, f"learner-{n}", 1),
         )
         for n in range(1, learners + 1)
     ]  # fmt: skip
@@ -120,9 +122,9 @@ def _data_parallel(cell: Cell, seed: int, corpus: Corpus) -> Trial:
     """The gradient of all batches at every step."""
     model = Transformer(cell.task, seed)
     optimizer = make_optimizer(model)
-    streams = _streams(cell, seed, corpus, cell.learners)
+    drawn_from = streams(cell, seed, corpus, cell.learners)
     for step in range(cell.steps):
-        drawn = [next(stream) for stream in streams]
+        drawn = [next(stream) for stream in drawn_from]
         inputs, targets = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
         inner_step(model, optimizer, inputs, targets, rate)
@@ -141,11 +143,11 @@ def _synchronous(cell: Cell, seed: int, corpus: Corpus) -> Trial:
     (fragment,) = plan.fragments
     models = [Transformer(cell.task, seed) for _ in range(cell.learners)]
     replicas, optimizers = [Replica(model, plan) for model in models], [make_optimizer(model) for model in models]
-    streams = _streams(cell, seed, corpus, cell.learners)
+    drawn_from = streams(cell, seed, corpus, cell.learners)
     since = 0
     for step in range(cell.steps):
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
-        for model, optimizer, stream in zip(models, optimizers, streams, strict=True):
+        for model, optimizer, stream in zip(models, optimizers, drawn_from, strict=True):
             inner_step(model, optimizer, *next(stream), rate)
         since += 1
         if since == settings.sync_every or step == cell.steps - 1:
@@ -169,7 +171,7 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus) -> Trial:
     """A virtual run of the production parts."""
     plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
     failures, settings = FailureModel(**cell.failures), cell.run_settings(seed)
-    step_seconds = failures.step_seconds if plan.chips else plan.step_seconds * plan.slowest
+    step_seconds = plan.step(failures.step_seconds) * plan.slowest
     members = members_of(plan, failures, seed, LONGEST * settings.steps * step_seconds)
     trained = Trained(settings, cell.task, corpus, merge=cell.merge, feedback=cell.feedback)
     way = Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit)

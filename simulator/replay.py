@@ -19,7 +19,8 @@ from ..common.codec import digest
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
-from ..common.tape import Row, Tape, TapeFile
+from ..common.log import printable
+from ..common.tape import BROKEN, Row, Tape, TapeFile
 from ..common.wire import Call
 from ..learner.desk import Joined
 from ..learner.follower import Public
@@ -50,14 +51,18 @@ class Verdict:
 
 def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
     """Take every decision again and train everything anew. SettingError, naming the line, at the first difference."""
-    return _Replay(tape, data, said).run()
+    try:
+        return _Replay(tape, data, said).run()
+    except BROKEN as wrong:
+        raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({_printable(wrong)})") from wrong
 
 
 def replay_decisions(tape: Tape) -> Verdict:
     """Take every decision again, without a model. SettingError, naming the line, at the first that differs."""
     again, decisions, merges = Replayed(tape.syncer), 0, 0
     for number, row in enumerate(tape.syncer.rows, 2):
-        decisions += len(again.take(number, row))
+        actions = again.take(number, row)
+        decisions += len(actions) if row["what"] == "tick" else 0
         merges += row["what"] == "merged"
     return Verdict(decisions, merges, 0, "")
 
@@ -98,7 +103,7 @@ class _Replay:
                 merges += 1
                 self._said(merges)
             actions = self._again.take(number, row, vector)
-            decisions += len(actions)
+            decisions += len(actions) if row["what"] == "tick" else 0
             for action in actions:
                 if isinstance(action, Called):
                     call = self._again.rounds.wire_call(action.call)
@@ -193,7 +198,8 @@ class _Life:
     def __init__(self, file: TapeFile, world: _World) -> None:
         if file["epoch"] != world.epoch:
             raise SettingError(f"{file.path} belongs to epoch {file['epoch']}, not to {world.epoch} as the syncer's")
-        torch.set_num_threads(int(file["threads"]))
+        if file["data_hash"] != world.corpus.sha256:
+            raise SettingError(f"{file.path} is of a learner that trained another text than the run's; see --decisions")
         self.file, self._world = file, world
         self._rows = enumerate(file.rows, 2)
         self._answers: dict[Answered, Any] = {}
@@ -202,7 +208,7 @@ class _Life:
         first = file.rows[0].get("adopted", ()) if file.rows and file.rows[0].get("steps") == 0 else ()
         self._trainee = Trainee(
             joined, world.corpus, str(file["learner"]), int(file["incarnation"]),
-            waits=[(p, self._taken(2, p, v)) for p, _, v in first],
+            waits=[(p, self._taken(2, p, v)) for p, _, v, _ in first],
         )  # fmt: skip
 
     @property
@@ -211,6 +217,7 @@ class _Life:
 
     def until(self, wanted: Answered, world: _World) -> list[Any]:
         """Train until this answer was captured; its chunks."""
+        torch.set_num_threads(max(1, int(self.file["threads"])))
         while wanted not in self._answers:
             number, row = next(self._rows, (0, {"what": "close"}))
             if row["what"] != "boundary":
@@ -219,9 +226,9 @@ class _Life:
                 )
             try:
                 self._boundary(number, row, world)
-            except (KeyError, TypeError, ValueError) as wrong:
+            except BROKEN as wrong:
                 raise SettingError(
-                    f"{self.file.path}, line {number}: no step boundary that can be done again ({wrong!r})"
+                    f"{self.file.path}, line {number}: no step boundary that can be done again ({_printable(wrong)})"
                 ) from wrong
         return list(self._answers.pop(wanted))
 
@@ -238,7 +245,9 @@ class _Life:
         if not row["steps"]:
             return  # what waited for the first step was adopted when the session began
         trainee.desk.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
-        arrivals = [trainee.arrival(p, e, self._taken(number, p, v)) for p, e, v in row.get("adopted", ())]
+        arrivals = [
+            trainee.arrival(p, e, self._taken(number, p, v), told=bool(own)) for p, e, v, own in row.get("adopted", ())
+        ]
         trainee.desk.deliver(arrivals, reset=bool(row.get("reset")))
         calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
         steps, tokens = row["steps"], row["tokens"]
@@ -262,9 +271,15 @@ class _Life:
                 self._answers[key] = chunks
 
 
+def _printable(wrong: BaseException) -> str:
+    return printable(repr(wrong))
+
+
 def _task(file: TapeFile) -> TaskSettings:
     if file["task"] is None:
-        raise SettingError(f"{file.path} is of a run whose learners bring their own model; see --decisions")
+        raise SettingError(
+            f"{file.path} is of a run without a model, or one whose learners bring their own; see --decisions"
+        )
     try:
         return TaskSettings.from_map(file["task"])
     except Malformed as wrong:
@@ -276,7 +291,7 @@ def _uses(tape: Tape) -> Counter[tuple[int, int]]:
     uses: Counter[tuple[int, int]] = Counter()
     for file in tape.lives.values():
         uses.update(enumerate(file["versions"]))
-        uses.update((p, v) for row in file.rows for p, _, v in row.get("adopted", ()))
+        uses.update((p, v) for row in file.rows for p, _, v, _ in row.get("adopted", ()))
     return uses
 
 

@@ -37,7 +37,7 @@ def run(
     said: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Figures of the run, and with a model its losses on held-out part B (nats per byte)."""
-    step_seconds = failures.step_seconds if plan.chips else plan.step_seconds * plan.slowest
+    step_seconds = plan.step(failures.step_seconds) * plan.slowest
     members = members_of(plan, failures, settings.seed, LONGEST * settings.steps * step_seconds)
     way = Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit)
     beat_seconds = min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2))

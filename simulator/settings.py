@@ -9,6 +9,7 @@ from ..common.config import CODECS, CodecName
 from ..common.errors import SettingError
 from ..common.wire import MAX_COUNT
 
+MOST_LEARNERS = 10_000
 YEAR_SECONDS = 365.25 * 86_400.0
 PUBLISHED_PARAMETERS = 5.03e9
 """The paper's 5B model, as its data-parallel figures imply it."""
@@ -43,8 +44,8 @@ class ClusterPlan:
     """How many learners, M."""
     chips: int = 0
     """Chips that the learners share and that fail by the failure model. 0 = learners that step at their own pace."""
-    step_seconds: float = 1.0
-    """An inner step of the fastest learner, in virtual seconds. With --chips the failure model's counts."""
+    step_seconds: float = 0.0
+    """An inner step of the fastest learner, in virtual seconds. 0 = 1, and with --chips 5.5, as in simulate goodput."""
     slowest: float = 1.0
     """How many times as long the slowest learner's step takes; the others lie evenly between."""
     absent: float = 0.0
@@ -61,17 +62,23 @@ class ClusterPlan:
     """Parameters of the model with --cost-only."""
 
     def __post_init__(self) -> None:
-        for name in ("learners", "step_seconds", "absence_seconds", "params"):
+        for name in ("learners", "absence_seconds", "params"):
             _more_than(self, name, 0.0, inclusive=False)
-        for name in ("chips", "absent", "latency_seconds", "megabit"):
+        for name in ("chips", "step_seconds", "absent", "latency_seconds", "megabit"):
             _more_than(self, name, 0.0, inclusive=True)
         _more_than(self, "slowest", 1.0, inclusive=True)
         if self.chips and self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
         if self.absent >= 1:
             raise SettingError(f"--absent must be below 1, not {self.absent:g}: somebody has to be there")
+        if self.learners > MOST_LEARNERS:
+            raise SettingError(f"--learners must be at most {MOST_LEARNERS:,}, not {self.learners:,}")
         if self.params >= MAX_COUNT:
             raise SettingError(f"--params must be below 2^53, not {self.params:g}")
+
+    def step(self, chips_step_seconds: float) -> float:
+        """Virtual seconds of the fastest learner's inner step; the argument is what a failure model has."""
+        return self.step_seconds or (chips_step_seconds if self.chips else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

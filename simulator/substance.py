@@ -56,8 +56,11 @@ class Worker(Protocol):
     def sent(self) -> list[Sent]:
         """What the last boundary answered."""
 
-    def deliver(self, fragment: int, public: Public) -> None:
-        """A merged fragment arrives."""
+    def deliver(self, fragment: int, public: Public, *, reset: bool = False) -> None:
+        """A merged fragment arrives; with `reset` nothing of the learner's own is kept."""
+
+    def wants_reset(self) -> bool:
+        """It found values that are not finite, and asks for the whole model."""
 
     def close(self) -> None:
         """It ends here."""
@@ -71,6 +74,9 @@ class Substance(Protocol):
 
     def worker(self, name: str, incarnation: int, tape: Path | None) -> Worker:
         """A learner that has just fetched everything."""
+
+    def whole(self) -> Sequence[Public]:
+        """The newest version of every fragment."""
 
     def take(self, sent: Sent) -> bool:
         """An answer arrives; whether the round machine took it."""

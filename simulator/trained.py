@@ -60,12 +60,15 @@ class Trained:
         )
         return Trainee(joined, self.corpus, name, incarnation, tape=tape)
 
+    def whole(self) -> list[Public]:
+        return list(self._whole)
+
     def take(self, sent: Sent) -> bool:
         try:
             for chunk in sent.content:
                 answer = self._served.intake.take(chunk)
         except Malformed:
-            return False  # late, or of an older attempt: the syncer's own loop counts it, and no more
+            return False  # late, or of an older attempt
         return answer is not None and not self.rounds.answer(answer)
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:

@@ -132,14 +132,17 @@ class Trainee:
     def sent(self) -> list[Sent]:
         return [Sent(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
 
-    def deliver(self, fragment: int, public: Public) -> None:
-        self.desk.deliver([self.arrival(fragment, EPOCH, public)])
+    def deliver(self, fragment: int, public: Public, *, reset: bool = False) -> None:
+        self.desk.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
 
-    def arrival(self, fragment: int, epoch: int, public: Public) -> Arrival:
-        """As the learner's link hands a fragment over: with what it has of this learner's own."""
+    def wants_reset(self) -> bool:
+        return self.desk.take_reset_wish()
+
+    def arrival(self, fragment: int, epoch: int, public: Public, *, told: bool = True) -> Arrival:
+        """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""
         own = next(
             (Mark(steps, tokens) for name, incarnation, steps, tokens in public.contributors
-             if (name, incarnation) == self.me.pair),
+             if told and (name, incarnation) == self.me.pair),
             None,
         )  # fmt: skip
         return Arrival(fragment, epoch, public, own)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
-from ..common.tape import Row, TapeFile, TapeWriter
+from ..common.tape import BROKEN, Row, TapeFile, TapeWriter
 from ..common.wire import Alive
 from .members import Member
 from .rounds import Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
@@ -128,8 +128,10 @@ class Replayed:
     def __init__(self, file: TapeFile) -> None:
         self.file = file
         self.settings = settings_of(file)
-        parameters = file["parameters"]
-        self.rounds = Rounds(self.settings, parameters, int(file["epoch"]))
+        try:
+            self.rounds = Rounds(self.settings, file["parameters"], int(file["epoch"]))
+        except BROKEN as wrong:
+            raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
         self._merges: dict[int, Merge] = {}
 
     def take(self, number: int, row: Row, vector: Any = None) -> list[Action]:
@@ -139,7 +141,7 @@ class Replayed:
         """
         try:
             return self._take(number, row, vector)
-        except (KeyError, TypeError, ValueError) as wrong:
+        except BROKEN as wrong:
             raise SettingError(
                 f"{self.file.path}, line {number}: no event that can be taken again ({wrong})"
             ) from wrong
@@ -172,7 +174,7 @@ class Replayed:
             case "merged":
                 rounds.merged(self._merges.pop(row["slot"]), row["seconds"], row["digest"])
             case "failed":
-                rounds.failed(self._merges.pop(row["slot"]), row["at"])
+                return [rounds.failed(self._merges.pop(row["slot"]), row["at"])]
             case "pause":
                 rounds.pause()
             case "end":
@@ -190,7 +192,7 @@ def settings_of(file: TapeFile) -> RunSettings:
     rows: Mapping[str, object] = file["settings"]
     try:
         return RunSettings.from_map(rows)
-    except Malformed as wrong:
+    except (Malformed, *BROKEN) as wrong:
         raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
 
 

@@ -28,8 +28,9 @@ FIRST_STEP_PATIENCE_SECONDS = 60.0
 """The first call waits for each newcomer's first timed step, but no longer than this after its join."""
 GRACE_SPREAD = 2.0
 """The grace window considers learners up to so many times slower than the typical one."""
-DRAIN_SECONDS = 30.0
-"""How long the last calls of a run may stay below the quorum before they are given up."""
+DRAIN_SECONDS, DRAIN_ATTEMPTS = 30.0, 4
+"""How long the last calls of a run may stay below the quorum before they are given up, and how many usual attempts at
+least."""
 
 RoundState = Literal["running", "draining", "drained"]
 
@@ -149,6 +150,7 @@ class Rounds:
     def join(self, name: str, incarnation: int, now: float) -> Member:
         """Enter this learner, or find it again; every other incarnation of its name is gone for good."""
         member = self.members.join(name, incarnation, now)
+        self._retired.discard(member.who)
         self._retired |= {other for other in self.ledger.open_books(name) if other != member.who}
         return member
 
@@ -385,7 +387,8 @@ class Rounds:
             yield Drained()
 
     def _gives_up(self, now: float) -> bool:
-        late = self._drain_at is not None and now - self._drain_at >= DRAIN_SECONDS
+        patience = max(DRAIN_SECONDS, DRAIN_ATTEMPTS * self._attempt_seconds())
+        late = self._drain_at is not None and now - self._drain_at >= patience
         return late or not self.members.live()
 
     def _close_books(self) -> None:

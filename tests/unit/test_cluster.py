@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from decoupled_diloco.common.config import RunSettings, TaskSettings
-from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.common.errors import Diverged, SettingError
 from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.learner.text import load_corpus
 from decoupled_diloco.simulator.cluster import Cluster, Member, Outcome, Way, steady
 from decoupled_diloco.simulator.counted import Counted
 from decoupled_diloco.simulator.lives import members_of, pace
 from decoupled_diloco.simulator.replay import replay_decisions
 from decoupled_diloco.simulator.running import run
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+from decoupled_diloco.simulator.trained import Trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +88,28 @@ def test_equal_learners_are_in_every_round_and_the_run_lasts_as_long_as_its_step
     assert total["tokens_reported"] == total["tokens_merged"] + total["tokens_lost"]
 
 
+def test_equal_learners_that_answer_at_one_moment_are_all_merged_without_any_grace() -> None:
+    outcome = counted(alone(1.0, 1.0, 1.0, 1.0), grace_seconds=0.0)
+    assert outcome.figures["merge_participation"] == 1.0
+    assert len({row["tokens_merged"] for row in outcome.learners}) == 1
+
+
+def test_who_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None:
+    chosen = RunSettings(steps=30, sync_every=4, fragments=4)
+    members = [*alone(1.0), Member("late", [(steady(1.0, begins=20.0), math.inf)])]
+    substance = Trained(chosen, TASK, load_corpus(None, TASK.sequence_length), tape=tmp_path)
+    Cluster(chosen, substance, members, Way(latency_seconds=3.0), tmp_path).run()
+    (life,) = [f for (name, _), f in read_tape(tmp_path).lives.items() if name == "late"]
+    told = [row["progress"] for row in life.rows if "progress" in row]
+    assert told[0] > 1, "with a way of 3 s the run itself is slow"
+
+
+def test_a_model_that_is_not_finite_is_reset_and_then_given_up() -> None:
+    task = replace(TASK, inner_lr=1e30)
+    with pytest.raises(Diverged):
+        run(ClusterPlan(), RunSettings(steps=16, sync_every=4, fragments=4), task, FailureModel())
+
+
 def test_a_learner_at_half_speed_takes_part_and_holds_nobody_up() -> None:
     outcome = counted(alone(1.0, 1.0, 2.0))
     assert outcome.virtual_seconds < 70
@@ -141,13 +166,36 @@ def test_a_cluster_whose_learners_are_all_gone_ends_with_a_sentence() -> None:
         ({"absent": 1.0}, "--absent"),
         ({"slowest": 0.5}, "--slowest"),
         ({"learners": 4, "chips": 3}, "cannot share 3 chips"),
-        ({"step_seconds": 0.0}, "--step-seconds"),
+        ({"step_seconds": -1.0}, "--step-seconds"),
+        ({"learners": 10**9}, "--learners must be at most"),
         ({"params": math.inf}, "--params"),
     ],
 )
 def test_an_impossible_plan_is_one_sentence(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         ClusterPlan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "failures", "said"),
+    [
+        (ClusterPlan(chips=100, absent=0.5), FailureModel(), "--absent is for learners without chips"),
+        (ClusterPlan(chips=100, slowest=4.0), FailureModel(), "--slowest is for learners without chips"),
+        (ClusterPlan(), FailureModel(sites=4), "--sites says how chips fail: give --chips, too"),
+    ],
+)
+def test_what_would_be_ignored_is_an_error(plan: ClusterPlan, failures: FailureModel, said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        members_of(plan, failures, 0, 10.0)
+
+
+def test_chips_whose_sites_fail_do_less() -> None:
+    plan, settings_ = ClusterPlan(chips=1000, learners=4, cost_only=True), RunSettings(steps=100)
+    told = [
+        run(plan, settings_, TASK, FailureModel(sites=4, site_seconds=100, site_failures_a_year=n))
+        for n in (0, 300_000)
+    ]
+    assert told[1]["goodput"] < 0.9 * told[0]["goodput"]
 
 
 def test_paces_lie_evenly_between_the_fastest_and_the_slowest() -> None:

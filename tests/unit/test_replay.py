@@ -14,6 +14,8 @@ from decoupled_diloco.common.tape import TapeWriter, read_tape
 from decoupled_diloco.simulator.replay import Verdict, replay, replay_decisions
 from decoupled_diloco.simulator.running import run
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
 
@@ -127,7 +129,7 @@ def test_a_tape_whose_writer_was_killed_is_read_up_to_its_last_whole_line(change
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "no tape of version 1"),
+        ("", "holds no syncer's tape"),
         ("no json\n", "line 1: no event"),
         ('{"what": "tape", "version": 1, "of": "syncer"}\n', "has no 'epoch'"),
         ('{"what": "tape", "version": 99, "of": "syncer", "epoch": 1}\n', "no tape of version 1"),
@@ -160,3 +162,33 @@ def test_a_tape_is_not_written_over(tmp_path: Path) -> None:
     TapeWriter(tmp_path, "syncer-1", of="syncer").close()
     with pytest.raises(SettingError, match="is not written over"):
         TapeWriter(tmp_path, "syncer-1", of="syncer")
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------
+VALUES: list[Any] = [None, -1, 10**30, "x", "\ud800", [], {}, [[1]], float("nan"), True]
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_tape_with_any_field_changed_is_the_same_or_one_sentence(
+    taped: tuple[Path, dict[str, Any]], tmp_path: Path, data: st.DataObject
+) -> None:
+    paths = sorted(taped[0].iterdir())
+    chosen = data.draw(st.sampled_from(paths))
+    rows = [json.loads(line) for line in chosen.read_text().splitlines()]
+    row = rows[data.draw(st.integers(0, min(len(rows), 60) - 1))]
+    field = data.draw(st.sampled_from(sorted(row)))
+    if data.draw(st.booleans()):
+        del row[field]
+    else:
+        row[field] = data.draw(st.sampled_from(VALUES))
+    for path in paths:
+        lines = [json.dumps(r) for r in rows] if path == chosen else path.read_text().splitlines()
+        (tmp_path / path.name).write_text("".join(line + "\n" for line in lines))
+    for again in (replay_decisions, lambda tape: replay(tape, None)):
+        said = ""
+        try:
+            again(read_tape(tmp_path))
+        except SettingError as wrong:
+            said = str(wrong)
+        assert said.isprintable()
