@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def taped(tmp_path_factory: pytest.TempPathFactory) -> House:
     """Of a learner one life ends by kill -9 in it, and the broker is killed, so that messages are lost."""
-    with House(tmp_path_factory.mktemp("taped"), "--tape", steps=1500) as house:
+    with House(tmp_path_factory.mktemp("taped"), "--tape", steps=4000) as house:
         house.wait_until_it_runs()
         before = house.learner("learner-1")["incarnation"]
         house.kill("learner-1")
