@@ -38,6 +38,8 @@ class TapeWriter:
     def __init__(self, folder: Path, name: str, **head: Any) -> None:
         """SettingError if the file cannot be made, or is there already: a tape is never written over."""
         path = folder / f"{name}.jsonl"
+        if folder.exists() and not folder.is_dir():
+            raise SettingError(f"--tape {shown(folder)} is no folder; name one, or one that is not there yet")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: TextIO | None = path.open("x", buffering=1)

@@ -17,7 +17,7 @@ from ..monitor.outcome import outcome
 from ..monitor.status import find_source
 from ..monitor.watch import duration, size
 
-RESULTS = ("model.safetensors", "loss.png", "metrics.csv", "summary.json", "logs", "global")
+RESULTS = ("model.safetensors", "loss.png", "metrics.csv", "summary.json", "logs", "global", "tape")
 SAMPLE_BYTES = 200
 SAMPLE_PROMPT = "def "
 SHOWN = (

@@ -44,7 +44,7 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
     from ..simulator import show
 
     plan, model = made_of(GoodputPlan, given), made_of(FailureModel, given)
-    steps, seed = plan.simulated_steps, plan.seed
+    steps, seed = plan.steps(model), plan.seed
     if sensitivity:
         rows = cluster.sensitivity(model, steps=steps, seed=seed)
         click.echo(json.dumps({"rows": rows}) if as_json else show.sensitivity(rows))
@@ -54,9 +54,12 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
         click.echo(json.dumps({"cells": cells, "worst": worst}) if as_json else show.table_1(cells, worst))
     else:
         outcomes = cluster.beside_each_other(plan, model)
-        figures: dict[str, Any] = {system: {"goodput": o.goodput, "uptime": o.uptime} for system, o in outcomes.items()}
-        told = {"chips": plan.chips, "learners": plan.learners, **figures}
-        click.echo(json.dumps(told) if as_json else show.outcomes(plan, outcomes))
+        figures: dict[str, Any] = {
+            system: {"goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4)} for system, o in outcomes.items()
+        }
+        hours = round(steps * model.step_seconds / 3600, 1)
+        told = {"chips": plan.chips, "learners": plan.learners, "seed": seed, "hours": hours, **figures}
+        click.echo(json.dumps(told) if as_json else show.outcomes(plan, outcomes, hours))
     return 0
 
 
@@ -146,8 +149,8 @@ def _progress(steps: int) -> Callable[[int], None]:
 
 
 @click.command(cls=Command)
-@click.option("--suite", "name", default="quick", show_default=True, help="Which comparison; --list names them.")
-@click.option("--list", "listed", is_flag=True, help="Name the suites, and what each asks.")
+@click.option("--suite", default="quick", show_default=True, help="Which comparison; --list names them.")
+@click.option("--list", is_flag=True, help="Name the suites, and what each asks.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="Folder for results."
 )
@@ -166,9 +169,7 @@ def _progress(steps: int) -> Callable[[int], None]:
 )
 @TEXT
 @AS_JSON
-def compare(
-    *, name: str, out: Path, seeds: int, jobs: int, minutes: float, data: Path | None, listed: bool, as_json: bool
-) -> int:
+def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | None, as_json: bool, **given: Any) -> int:
     """Train one model by several methods.
 
     Each cell of a suite is trained with every seed; results are kept one by one in OUT, so that the same command goes
@@ -177,14 +178,14 @@ def compare(
     from ..simulator import comparing
     from ..simulator.suites import SUITES, suite
 
-    if listed:
+    if given["list"]:
         for each in map(suite, SUITES):
             click.echo(f"{each.name}: {each.asks} ({len(each.cells)} cells, {each.seeds} seeds)")
         return 0
-    for option, value in (("--seeds", seeds), ("--jobs", jobs), ("--minutes", minutes)):
-        if value < 0:
-            raise SettingError(f"{option} must be 0 or more, not {value:g}")
-    wanted = suite(name)
+    for option, value, most in (("--seeds", seeds, 1000), ("--jobs", jobs, 1000), ("--minutes", minutes, 1e6)):
+        if not 0 <= value <= most:
+            raise SettingError(f"{option} must lie between 0 and {most:g}, not {value:g}")
+    wanted = suite(given["suite"])
     results = comparing.run(
         wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
         minutes=minutes or math.inf,
@@ -193,7 +194,7 @@ def compare(
     paths = comparing.write(results, out)
     if as_json:
         found = [vars(d) | {"verdict": d.verdict} for d in comparing.differences(wanted, results.rows)]
-        click.echo(json.dumps({"suite": name, "rows": results.rows, "differences": found}))
+        click.echo(json.dumps({"suite": wanted.name, "rows": results.rows, "differences": found}))
     else:
         click.echo(comparing.markdown(results))
         click.echo("in " + ", ".join(map(str, paths)))

@@ -102,8 +102,10 @@ class Cluster:
     tape: Path | None = None
     """Where learners write theirs; the syncer's belongs to the substance."""
     beat_seconds: float = BEAT_SECONDS
+    horizon_seconds: float = math.inf
+    """Virtual time after which a run that is not over is given up."""
     watch: Callable[[int], None] = lambda _: None
-    """Called with the global step after each merge."""
+    """Called with the global step at each beat."""
 
     def __post_init__(self) -> None:
         if self.settings.quorum > len(self.members):
@@ -291,7 +293,6 @@ class Cluster:
             present.down_free_at = max(self.now, present.down_free_at) + self.way.seconds(octets)
             arrives = present.down_free_at + self.way.latency_seconds
             self._at(arrives, partial(self._deliver, present, merge, public))
-        self.watch(self._rounds.step(self.now))
         self._at(self.now, self._tick)  # the call's place may be another's now
 
     def _deliver(self, present: _Present, merge: Merge, public: Public) -> None:
@@ -306,6 +307,12 @@ class Cluster:
         living = self._living()
         if not living and not self._to_come:
             raise SettingError(f"all learners are gone for good at step {self._rounds.t} of {self.settings.steps}")
+        if self.now > self.horizon_seconds:
+            raise SettingError(
+                f"given up at step {self._rounds.t} of {self.settings.steps}, after {self.now:,.0f} virtual seconds: "
+                "learners are too rarely there, or their way to the syncer is too long"
+            )
+        self.watch(self._rounds.t)
         beat = self._beat_message()
         for present in living:
             self._hear_beat(present, beat)

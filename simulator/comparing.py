@@ -231,7 +231,7 @@ def markdown(results: Results) -> str:
     lines = [
         f"## {suite.name}: {suite.asks}", "",
         f"{size} a learner and step; seeds {', '.join(map(str, seeds))}; {hours:.2f} core-hours.", "",
-        f"    diloco compare --suite {suite.name}", "",
+        f"    diloco compare --suite {suite.name} --seeds {len(seeds)}", "",
         "| cell | tokens | part A | part B | seeds |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for cell in suite.cells:

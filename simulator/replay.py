@@ -46,7 +46,9 @@ class Verdict:
     merges: int
     local_steps: int
     model_hash: str
-    """"" where nothing was trained."""
+    """"" where nothing was trained to the end."""
+    complete: bool
+    """The tape has the run's end."""
 
 
 def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
@@ -64,7 +66,7 @@ def replay_decisions(tape: Tape) -> Verdict:
         actions = again.take(number, row)
         decisions += len(actions) if row["what"] == "tick" else 0
         merges += row["what"] == "merged"
-    return Verdict(decisions, merges, 0, "")
+    return Verdict(decisions, merges, 0, "", _complete(tape))
 
 
 class _Replay:
@@ -110,7 +112,9 @@ class _Replay:
                     self._world.calls[call.slot, call.attempt] = call
             if row["what"] == "end":
                 model_hash = self._end(number, row)
-        return Verdict(decisions, merges, sum(life.local_steps for life in self._lives.values()), model_hash)
+        return Verdict(
+            decisions, merges, sum(life.local_steps for life in self._lives.values()), model_hash, _complete(self._tape)
+        )
 
     def _vector(self, number: int, row: Row) -> Any:
         """What this answer carried, by training up to it; None for one that was not merged."""
@@ -145,13 +149,20 @@ class _Replay:
         if merged.digest != row.get("digest"):
             raise SettingError(
                 f"{self._tape.syncer.path}, line {number}: version {merged.version} of fragment {merge.call.fragment} "
-                "has other bits here than on the tape; was it made on another machine, or by another torch?"
+                f"has other bits here than on the tape{self._torch()}"
             )
         for answer in merge.answers:
             served.screen.merged(merge.call.fragment, answer.vector.norm)
         contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
         public = Public(merged.version, served.state.public[merge.call.fragment], merged.digest, contributors)
         self._world.made(merge.call.fragment, public)
+
+    def _torch(self) -> str:
+        """What may be why."""
+        theirs = {str(file.head.get("torch")) for file in self._tape.lives.values()} - {torch.__version__}
+        if theirs:
+            return f", which was made by torch {', '.join(sorted(theirs))}; this is {torch.__version__}"
+        return "; it was made on another machine, or it was changed"
 
     def _end(self, number: int, row: Row) -> str:
         state = self._served.state
@@ -269,6 +280,10 @@ class _Life:
             key = (*trainee.me.pair, chunks[0].slot, chunks[0].attempt)
             if key in world.wanted:
                 self._answers[key] = chunks
+
+
+def _complete(tape: Tape) -> bool:
+    return any(row["what"] == "end" for row in tape.syncer.rows)
 
 
 def _printable(wrong: BaseException) -> str:

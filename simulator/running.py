@@ -38,12 +38,13 @@ def run(
 ) -> dict[str, Any]:
     """Figures of the run, and with a model its losses on held-out part B (nats per byte)."""
     step_seconds = plan.step(failures.step_seconds) * plan.slowest
-    members = members_of(plan, failures, settings.seed, LONGEST * settings.steps * step_seconds)
+    horizon = LONGEST * settings.steps * step_seconds
+    members = members_of(plan, failures, settings.seed, horizon)
     way = Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit)
     beat_seconds = min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2))
     if plan.cost_only:
         counted = Counted(settings, parameters=int(plan.params), tokens_a_step=task.tokens_per_step, tape=tape)
-        return _told(Cluster(settings, counted, members, way, None, beat_seconds, said).run())
+        return _told(Cluster(settings, counted, members, way, None, beat_seconds, horizon, said).run())
     torch.set_num_threads(1)
     corpus = load_corpus(data, task.sequence_length)
     trained = Trained(settings, task, corpus, tape=tape)
@@ -52,7 +53,7 @@ def run(
     )  # fmt: skip
     model = Transformer(task, settings.seed)
     first = evaluate(model, judged)
-    outcome = Cluster(settings, trained, members, way, tape, beat_seconds, said).run()
+    outcome = Cluster(settings, trained, members, way, tape, beat_seconds, horizon, said).run()
     Replica(model, trained.plan).show(trained.state.public)
     return _told(outcome) | {"val_loss_first": round(first, 6), "val_loss_last": round(evaluate(model, judged), 6)}
 

@@ -9,7 +9,9 @@ from ..common.config import CODECS, CodecName
 from ..common.errors import SettingError
 from ..common.wire import MAX_COUNT
 
-MOST_LEARNERS = 10_000
+MOST_LEARNERS, MOST_CHIPS, MOST_STEPS = 10_000, 10**9, 10**7
+MOST_SECONDS = 1e6
+RARE_SECONDS = 10 * 86_400.0
 YEAR_SECONDS = 365.25 * 86_400.0
 PUBLISHED_PARAMETERS = 5.03e9
 """The paper's 5B model, as its data-parallel figures imply it."""
@@ -23,17 +25,25 @@ class GoodputPlan:
     """Chips of the whole cluster."""
     learners: int = 8
     """Learners among which a decoupled run divides them, M."""
-    simulated_steps: int = 5000
-    """Length of the simulated time, in inner steps."""
+    simulated_steps: int = 0
+    """Length of the simulated time, in inner steps. 0 = 5000, or ten days where sites fail or chips are scavenged."""
     seed: int = 0
     """Of the failures."""
 
     def __post_init__(self) -> None:
-        for name in ("chips", "learners", "simulated_steps"):
+        for name in ("chips", "learners"):
             _more_than(self, name, 0, inclusive=False)
-        _more_than(self, "seed", 0, inclusive=True)
+        for name in ("seed", "simulated_steps"):
+            _more_than(self, name, 0, inclusive=True)
+        _at_most(self, "chips", MOST_CHIPS)
+        _at_most(self, "simulated_steps", MOST_STEPS)
         if self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
+
+    def steps(self, model: FailureModel) -> int:
+        """Inner steps to simulate, so that what is rare or daily is seen as well."""
+        rare = model.site_failures_a_year or model.scavenged_share
+        return self.simulated_steps or (int(RARE_SECONDS / model.step_seconds) if rare else 5000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +81,10 @@ class ClusterPlan:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
         if self.absent >= 1:
             raise SettingError(f"--absent must be below 1, not {self.absent:g}: somebody has to be there")
-        if self.learners > MOST_LEARNERS:
-            raise SettingError(f"--learners must be at most {MOST_LEARNERS:,}, not {self.learners:,}")
+        _at_most(self, "learners", MOST_LEARNERS)
+        _at_most(self, "chips", MOST_CHIPS)
+        for name in ("step_seconds", "absence_seconds", "latency_seconds", "slowest"):
+            _at_most(self, name, MOST_SECONDS)
         if self.params >= MAX_COUNT:
             raise SettingError(f"--params must be below 2^53, not {self.params:g}")
 
@@ -129,8 +141,11 @@ class FailureModel:
         for name in ("downscale_seconds", "upscale_seconds", "restart_seconds", "speed_spread",
                      "slowdowns_a_chip_year", "site_failures_a_year", "scavenged_share", "night_hours"):  # fmt: skip
             _more_than(self, name, 0.0, inclusive=True)
-        if self.scavenged_share > 1 or self.night_hours > 24:
-            raise SettingError("--scavenged-share is at most 1, and --night-hours at most 24")
+        _at_most(self, "scavenged_share", 1)
+        _at_most(self, "night_hours", 24)
+        for name, least in (("slowdown_factor", 1.0), ("return_shape", 0.05), ("return_power", 0.05),
+                            ("mtbi_years", 1e-6), ("step_seconds", 1e-3)):  # fmt: skip
+            _more_than(self, name, least, inclusive=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +173,14 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("params", "step_seconds", "sites", "sync_every", "overlap"):
-            if not 0 < getattr(self, name) < MAX_COUNT:
-                raise SettingError(f"--{name.replace('_', '-')} must be more than 0, not {getattr(self, name)}")
+            _more_than(self, name, 0, inclusive=False)
+            _at_most(self, name, MAX_COUNT)
         if not 0 < self.utilization < 1:
-            raise SettingError(f"--utilization must lie between 0 and 1, not {self.utilization}")
+            raise SettingError(f"--utilization must lie between 0 and 1, both excluded, not {self.utilization}")
         if not 0 <= self.fragments <= self.params:
             raise SettingError(f"--fragments {self.fragments} is negative, or more than the model has parameters")
+        if self.parts > 1 and self.overlap >= self.parts:
+            raise SettingError(f"--overlap {self.overlap} must be smaller than the {self.parts} fragments")
         for codec in (self.codec_up, self.codec_down):
             if codec not in CODECS:
                 raise SettingError(f"no codec is named {codec!r}; there are {', '.join(CODECS)}")
@@ -182,6 +199,14 @@ class Link:
 def _more_than(settings: object, name: str, low: float, *, inclusive: bool) -> None:
     value = getattr(settings, name)
     fine = value >= low if inclusive else value > low
-    if not (math.isfinite(value) and fine):
-        option = "--" + name.replace("_", "-")
+    option = "--" + name.replace("_", "-")
+    if not math.isfinite(value):
+        raise SettingError(f"{option} must be a finite number, not {value}")
+    if not fine:
         raise SettingError(f"{option} must be {'at least' if inclusive else 'more than'} {low:g}, not {value}")
+
+
+def _at_most(settings: object, name: str, high: float) -> None:
+    value = getattr(settings, name)
+    if value > high:
+        raise SettingError(f"--{name.replace('_', '-')} must be at most {high:,g}, not {value:,g}")

@@ -18,13 +18,13 @@ NAMES: Mapping[System, str] = {
 }
 
 
-def outcomes(plan: GoodputPlan, found: Mapping[System, Outcome]) -> str:
+def outcomes(plan: GoodputPlan, found: Mapping[System, Outcome], hours: float) -> str:
     rows = [
         [NAMES[system] + (f", {plan.learners} learners" if system == "decoupled" else ""),
          f"{outcome.goodput:.1%}", f"{outcome.uptime:.1%}"]
         for system, outcome in found.items()
     ]  # fmt: skip
-    return f"{plan.chips:,} chips, {plan.simulated_steps:,} steps\n" + table(["system", "goodput", "uptime"], rows)
+    return f"{plan.chips:,} chips, {hours:,.1f} hours\n" + table(["system", "goodput", "uptime"], rows)
 
 
 def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:
@@ -78,7 +78,9 @@ def link(asked: Link, published: Mapping[str, float], ours: Mapping[str, float])
 
 def run(told: Mapping[str, Any]) -> str:
     """What a virtual run came to."""
-    rows = [[name.replace("_", " "), _spelled(value)] for name, value in told.items() if name != "learners"]
+    rows = [
+        [name.replace("_", " "), _spelled(value)] for name, value in told.items() if name != "learners" and value != ""
+    ]
     names = ["name", "local_steps", "tokens_reported", "tokens_merged"]
     learners = [[_spelled(row[name]) for name in names] for row in told["learners"]]
     return "\n\n".join(
@@ -92,9 +94,11 @@ def run(told: Mapping[str, Any]) -> str:
 def verdict(found: Verdict) -> str:
     """What a replay found, in a sentence or two."""
     same = f"the same {found.decisions} decisions and {found.merges} merges"
+    ends = "" if found.complete else "; the tape ends before the run did"
     if not found.local_steps:
-        return same
-    until = f"model {found.model_hash[:16]}" if found.model_hash else "up to where the tape ends, before the run did"
+        return same + ends
+    until = f"model {found.model_hash[:16]}" if found.model_hash else "up to there"
+    same += ends
     return f"{same}, {found.local_steps} inner steps trained anew, the same bits: {until}"
 
 

@@ -185,7 +185,7 @@ class Replayed:
 
     def _agree(self, number: int, what: str, taped: object, ours: object) -> None:
         if taped != ours:
-            raise SettingError(f"{self.file.path}, line {number}: {what} differ: {taped} on the tape, {ours} here")
+            raise SettingError(f"{self.file.path}, line {number}: {what} differ: {taped!r} on the tape, {ours!r} here")
 
 
 def settings_of(file: TapeFile) -> RunSettings:

@@ -188,7 +188,7 @@ def test_every_suite_can_be_run(name: str) -> None:
     ("arguments", "said"),
     [
         (["--suite", "nonsense"], "no suite is named 'nonsense'; there are quick, "),
-        (["--seeds", "-1"], "--seeds must be 0 or more"),
+        (["--seeds", "-1"], "--seeds must lie between 0 and 1000"),
         (["--data", "nowhere.txt"], "cannot read nowhere.txt"),
     ],
 )

@@ -108,8 +108,20 @@ def test_a_model_that_cannot_be_is_refused_by_the_name_of_its_option(option: str
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("chips", 0), ("learners", 0), ("simulated_steps", 0), ("learners", 10**9)]
+    ("option", "value"),
+    [("chips", 0), ("learners", 0), ("simulated_steps", -1), ("chips", 10**12), ("learners", 10**9)],
 )
 def test_a_plan_that_cannot_be_is_refused(option: str, value: int) -> None:
     with pytest.raises(SettingError, match="learner" if option == "learners" else option.rsplit("_", maxsplit=1)[-1]):
         GoodputPlan(**{option: value})
+
+
+def test_what_is_rare_or_daily_is_simulated_for_days() -> None:
+    assert GoodputPlan().steps(FailureModel()) == 5000
+    assert GoodputPlan().steps(FailureModel(scavenged_share=0.5)) * FailureModel().step_seconds >= 9 * 86_400
+    assert GoodputPlan(simulated_steps=7).steps(FailureModel(scavenged_share=0.5)) == 7
+
+
+def test_slices_larger_than_the_cluster_are_refused() -> None:
+    with pytest.raises(SettingError, match="--slice-chips 256 is more than the cluster's 100 chips"):
+        beside_each_other(GoodputPlan(chips=100, learners=2), FailureModel())

@@ -53,7 +53,7 @@ def test_a_tape_gives_the_same_decisions_and_bits(taped: tuple[Path, dict[str, A
     verdict = replay(read_tape(tape), None)
     assert verdict.model_hash == told["model_hash"]
     assert verdict.merges == told["merges"]
-    assert replay_decisions(read_tape(tape)) == Verdict(verdict.decisions, verdict.merges, 0, "")
+    assert replay_decisions(read_tape(tape)) == Verdict(verdict.decisions, verdict.merges, 0, "", True)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,7 @@ def test_a_tape_whose_writer_was_killed_is_read_up_to_its_last_whole_line(change
     verdict = replay(read_tape(place), None)
     assert verdict.merges
     assert not verdict.model_hash
+    assert not verdict.complete
 
 
 @pytest.mark.parametrize(
