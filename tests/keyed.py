@@ -39,9 +39,13 @@ class KeyedRun:
         self._stack = ExitStack()
 
     def key(self, role: Role, name: str, run: str = RUN) -> Path:
-        """A new key's file."""
+        """A new key's file; a broker that is there has taken it in. Who knocks before that is refused, and libzmq does
+        not knock again.
+        """
         path = self.files[name] = self.keys / f"{run}.{role}.{name}.key"
         new_key(self.keys, role=role, run=run, name=name).save(path)
+        if "broker" in self.processes:
+            self.processes["broker"].wait_until_it_says(f'key_added key="{role} {name} of {run}"')
         return path
 
     def __enter__(self) -> Self:
@@ -103,11 +107,15 @@ class Insider:
             Plane.CONTROL: self.socket(zmq.XPUB, self.address.control_in),
             Plane.BULK: self.socket(zmq.XPUB, self.address.bulk_in),
         }
-        for plane, socket in self.up.items():
-            wait_for(
-                lambda socket=socket: socket.poll(20) and socket.recv() == SUBSCRIBE,  # type: ignore[misc]
-                f"the broker lets {self.name} in on the {plane.name.lower()} plane",
-            )
+        try:
+            for plane, socket in self.up.items():
+                wait_for(
+                    lambda socket=socket: socket.poll(20) and socket.recv() == SUBSCRIBE,  # type: ignore[misc]
+                    f"the broker lets {self.name} in on the {plane.name.lower()} plane",
+                )
+        except BaseException:
+            self.context.destroy(linger=0)
+            raise
         self.down = Downlink(self.context, self.address.control_out, hwm_messages=10_000, key=self.key)
         for topic in (beat_topic(RUN), prefix(RUN, "call"), prefix(RUN, "welcome", self.name)):
             self.down.subscribe(topic)
