@@ -15,6 +15,7 @@ from ..learner.books import Books, Mark
 from ..learner.follower import Public
 from ..learner.identity import Identity
 from ..syncer.figures import Figures
+from ..syncer.merging import count_merge
 from ..syncer.recording import recorded
 from ..syncer.rounds import Answer, Merge, Rounds
 from .substance import EPOCH, MERGE_SECONDS, Sent
@@ -57,14 +58,7 @@ class Counted:
     def merge(self, merge: Merge, now: float) -> tuple[Public, int]:
         rounds, fragment = self.rounds, merge.call.fragment
         rounds.merged(merge, MERGE_SECONDS)
-        self.figures.reached(rounds.step(now), len(rounds.members.live()))
-        self.figures.merged(
-            now,
-            contributors=len(merge.answers),
-            live=rounds.may_answer(),
-            typical_seconds=rounds.members.typical_step_seconds(),
-            seconds=MERGE_SECONDS,
-        )
+        count_merge(rounds, self.figures, merge, now, MERGE_SECONDS)
         contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
         public = Public(rounds.versions[fragment], NOTHING, "", contributors)
         return public, encoded_bytes(self.settings.codec_down, self.size)

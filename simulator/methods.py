@@ -23,9 +23,8 @@ from ..learner.replica import Replica
 from ..learner.text import Batches, Corpus, batches
 from ..learner.transformer import Transformer
 from ..syncer.merge import token_weight
-from .cluster import Cluster, Way, incarnation_of
-from .lives import members_of
-from .running import LONGEST, TELLS_LATEST_SECONDS
+from .cluster import incarnation_of
+from .running import cluster_of
 from .settings import ClusterPlan, FailureModel
 from .trained import Trained, version_zero
 
@@ -171,13 +170,8 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus) -> Trial:
     """A virtual run of the production parts."""
     plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
     failures, settings = FailureModel(**cell.failures), cell.run_settings(seed)
-    step_seconds = plan.step(failures.step_seconds) * plan.slowest
-    horizon = LONGEST * settings.steps * step_seconds
-    members = members_of(plan, failures, seed, horizon)
     trained = Trained(settings, cell.task, corpus, merge=cell.merge, feedback=cell.feedback)
-    way = Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit)
-    beat_seconds = min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2))
-    outcome = Cluster(settings, trained, members, way, None, beat_seconds, horizon).run()
+    outcome = cluster_of(plan, failures, settings, trained).run()
     model = Transformer(cell.task, seed)
     Replica(model, trained.plan).show(trained.state.public)
     names = ("uptime", "merge_participation", "useful_share", "tokens_merged", "merges", "cycles")

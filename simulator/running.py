@@ -17,6 +17,7 @@ from .cluster import Cluster, Outcome, Way
 from .counted import Counted
 from .lives import members_of
 from .settings import ClusterPlan, FailureModel
+from .substance import Substance
 from .trained import Trained
 
 LONGEST = 40.0
@@ -37,14 +38,9 @@ def run(
     said: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Figures of the run, and with a model its losses on held-out part B (nats per byte)."""
-    step_seconds = plan.step(failures.step_seconds) * plan.slowest
-    horizon = LONGEST * settings.steps * step_seconds
-    members = members_of(plan, failures, settings.seed, horizon)
-    way = Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit)
-    beat_seconds = min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2))
     if plan.cost_only:
         counted = Counted(settings, parameters=int(plan.params), tokens_a_step=task.tokens_per_step, tape=tape)
-        return _told(Cluster(settings, counted, members, way, None, beat_seconds, horizon, said).run())
+        return _told(cluster_of(plan, failures, settings, counted, said=said).run())
     torch.set_num_threads(1)
     corpus = load_corpus(data, task.sequence_length)
     trained = Trained(settings, task, corpus, tape=tape)
@@ -53,9 +49,33 @@ def run(
     )  # fmt: skip
     model = Transformer(task, settings.seed)
     first = evaluate(model, judged)
-    outcome = Cluster(settings, trained, members, way, tape, beat_seconds, horizon, said).run()
+    outcome = cluster_of(plan, failures, settings, trained, tape=tape, said=said).run()
     Replica(model, trained.plan).show(trained.state.public)
     return _told(outcome) | {"val_loss_first": round(first, 6), "val_loss_last": round(evaluate(model, judged), 6)}
+
+
+def cluster_of(
+    plan: ClusterPlan,
+    failures: FailureModel,
+    settings: RunSettings,
+    substance: Substance,
+    *,
+    tape: Path | None = None,
+    said: Callable[[int], None] = lambda _: None,
+) -> Cluster:
+    """The virtual cluster that `plan` describes. SettingError for what cannot go together."""
+    step_seconds = plan.step(failures.step_seconds) * plan.slowest
+    horizon = LONGEST * settings.steps * step_seconds
+    return Cluster(
+        settings,
+        substance,
+        members_of(plan, failures, settings.seed, horizon),
+        Way(latency_seconds=plan.latency_seconds, megabit=plan.megabit),
+        tape,
+        min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2)),
+        horizon,
+        said,
+    )
 
 
 def _told(outcome: Outcome) -> dict[str, Any]:

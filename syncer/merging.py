@@ -9,11 +9,12 @@ from typing import Any
 from ..common.codec import digest
 from ..common.errors import Malformed
 from ..common.wire import Chunked, Delta, Fetch, Keyframe, Update, split
+from .figures import Figures
 from .ledger import Who
 from .merge import token_weight
 from .parts import Parts, Run, Served
 from .repairs import Repair, Repairs
-from .rounds import Merge
+from .rounds import Merge, Rounds
 from .state import Merged
 
 
@@ -124,8 +125,13 @@ def book_merge(served: Served, merge: Merge, merged: Merged, now: float, seconds
     served.intake.forget_closed()
     for answer in merge.answers:
         served.screen.merged(merge.call.fragment, answer.vector.norm)
-    served.figures.reached(rounds.step(now), len(rounds.members.live()))
-    served.figures.merged(
+    count_merge(rounds, served.figures, merge, now, seconds)
+
+
+def count_merge(rounds: Rounds, figures: Figures, merge: Merge, now: float, seconds: float) -> None:
+    """Add a merge that is booked to the run's figures."""
+    figures.reached(rounds.step(now), len(rounds.members.live()))
+    figures.merged(
         now,
         contributors=len(merge.answers),
         live=rounds.may_answer(),
