@@ -149,7 +149,7 @@ def _progress(steps: int) -> Callable[[int], None]:
 
 
 @click.command(cls=Command)
-@click.option("--suite", default="quick", show_default=True, help="Which comparison; --list names them.")
+@click.option("--suite", default="quick", show_default=True, help="Which comparison (see --list), or full: all.")
 @click.option("--list", is_flag=True, help="Name the suites, and what each asks.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="Folder for results."
@@ -173,29 +173,33 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
     """Train one model by several methods.
 
     Each cell of a suite is trained with every seed; results are kept one by one in OUT, so that the same command goes
-    on where it was broken off. It ends with OUT/SUITE.csv, a table (SUITE.md) and a picture (SUITE.png).
+    on where it was broken off. It ends with OUT/SUITE.csv, a table (SUITE.md) and a picture (SUITE.png). The suite
+    `full` is all of them, one after the other.
     """
     from ..simulator import comparing
     from ..simulator.suites import SUITES, suite
 
     if given["list"]:
         for each in map(suite, SUITES):
-            click.echo(f"{each.name}: {each.asks} ({len(each.cells)} cells, {each.seeds} seeds)")
+            size = f"{len(each.cells)} cells, {each.seeds} seeds, about {each.core_hours:.1g} core-hours"
+            click.echo(f"{each.name}: {each.asks} ({size})")
         return 0
     for option, value, most in (("--seeds", seeds, 1000), ("--jobs", jobs, 1000), ("--minutes", minutes, 1e6)):
         if not 0 <= value <= most:
             raise SettingError(f"{option} must lie between 0 and {most:g}, not {value:g}")
-    wanted = suite(given["suite"])
-    results = comparing.run(
-        wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
-        minutes=minutes or math.inf,
-        said=lambda sentence: click.echo(sentence, err=True),
-    )  # fmt: skip
-    paths = comparing.write(results, out)
-    if as_json:
+    ends_at = time.monotonic() + 60 * (minutes or math.inf)
+    told = []
+    for wanted in map(suite, SUITES if given["suite"] == "full" else [given["suite"]]):
+        results = comparing.run(
+            wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
+            minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: click.echo(sentence, err=True),
+        )  # fmt: skip
+        paths = comparing.write(results, out)
         found = [vars(d) | {"verdict": d.verdict} for d in comparing.differences(wanted, results.rows)]
-        click.echo(json.dumps({"suite": wanted.name, "rows": results.rows, "differences": found}))
-    else:
-        click.echo(comparing.markdown(results))
-        click.echo("in " + ", ".join(map(str, paths)))
+        told.append({"suite": wanted.name, "rows": results.rows, "differences": found})
+        if not as_json:
+            click.echo(comparing.markdown(results))
+            click.echo("in " + ", ".join(map(str, paths)))
+    if as_json:
+        click.echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0]))
     return 0

@@ -125,6 +125,9 @@ def join(
 class Session:
     """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
 
+    exchange_kind: type[Exchange] = Exchange
+    """How it adopts and captures; a simulator may put another rule in its place."""
+
     def __init__(self, link: Way, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
         self.name, self.incarnation, self.run = link.me.name, link.me.incarnation, link.me.run
         self.plan: Plan = joined.plan
@@ -135,7 +138,7 @@ class Session:
         self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
         self._tape = Tape.of(link.config.tape, link.me, joined)
         self._books = Books(link.me.pair, joined.plan.P)
-        self._exchange = Exchange(link.desk, joined, replica, self._books)
+        self._exchange = self.exchange_kind(link.desk, joined, replica, self._books)
         self._losses = LossWatch()
         self._without_moments = joined.t > 0 and not any(o.state for o in as_list(optimizer))
         self._resetting = False

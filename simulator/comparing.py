@@ -7,7 +7,6 @@ them is made from that file alone: paired by seed, the mean of the relative diff
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import multiprocessing
@@ -18,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +25,10 @@ from ..common.errors import DilocoError, SettingError
 from ..common.log import configure
 from ..learner.text import load_corpus
 from .methods import Cell, train
-from .suites import Suite
+from .suites import Contrast, Suite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STUDENT_95 = (
     math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
@@ -36,7 +38,7 @@ STUDENT_95 = (
 
 
 UNEQUAL_TOKENS = 0.02
-"""Cells whose tokens differ by more are not held against each other."""
+"""Cells of which both the tokens trained on and the tokens merged differ by more are not held against each other."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Difference:
     """95 % interval of the mean; infinite with a single seed."""
     seeds: int
     tokens: float = 0.0
-    """By how much more the cell was trained on, as a share."""
+    """By how many more the cell was trained on, or by how many more were merged, whichever share is the smaller."""
+    kept: float | None = None
+    """Of what the reference gains over a lone learner, the share that the cell gains as well."""
+    line: str = ""
+    at: float = 0.0
+    """Where it stands in a picture of trends (simulator/suites.py)."""
 
     @property
     def verdict(self) -> str:
@@ -69,21 +76,32 @@ class Difference:
 
 def differences(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[Difference]:
     """Every contrast of the suite for which there are seeds, on the held-out part that it is judged on."""
-    found = []
-    for contrast in suite.contrasts:
-        ours, theirs = (_by_seed(rows, n, f"val_{suite.part.lower()}") for n in (contrast.cell, contrast.against))
-        trained, reference = (_by_seed(rows, n, "tokens") for n in (contrast.cell, contrast.against))
-        seeds = sorted(ours.keys() & theirs.keys())
-        if seeds:
-            relative = [ours[s] / theirs[s] - 1 for s in seeds]
-            low, high = interval(relative)
-            found.append(
-                Difference(
-                    contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds),
-                    0.0 if contrast.unequal else mean(trained[s] / reference[s] - 1 for s in seeds),
-                )
-            )  # fmt: skip
-    return found
+    figure = f"val_{suite.part.lower()}"
+    return [found for contrast in suite.contrasts if (found := _difference(contrast, rows, figure)) is not None]
+
+
+def _difference(contrast: Contrast, rows: Sequence[dict[str, Any]], figure: str) -> Difference | None:
+    names = [name for name in (contrast.cell, contrast.against, contrast.alone) if name]
+    losses = [_by_seed(rows, name, figure) for name in names]
+    seeds = sorted(set.intersection(*(set(found) for found in losses)))
+    if not seeds:
+        return None
+    ours, theirs, *alone = ([found[seed] for seed in seeds] for found in losses)
+    more = min((_more(rows, names, seeds, counted) for counted in ("tokens", "tokens_merged")), key=abs)
+    relative = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
+    low, high = interval(relative)
+    return Difference(
+        contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds),
+        0.0 if contrast.unequal else more,
+        (mean(alone[0]) - mean(ours)) / (mean(alone[0]) - mean(theirs)) if alone else None,
+        contrast.line, contrast.at,
+    )  # fmt: skip
+
+
+def _more(rows: Sequence[dict[str, Any]], names: Sequence[str], seeds: Sequence[int], counted: str) -> float:
+    """By how much more of what is `counted` the first has than the second, on average over seeds."""
+    ours, theirs = (_by_seed(rows, name, counted) for name in names[:2])
+    return mean(ours[seed] / theirs[seed] - 1 for seed in seeds)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -100,7 +118,7 @@ def _by_seed(rows: Sequence[dict[str, Any]], name: str, figure: str) -> dict[int
     return {row["seed"]: row[figure] for row in rows if row["name"] == name}
 
 
-COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "core_seconds", "text"}
+COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "tokens_merged", "core_seconds", "text"}
 
 
 class Results:
@@ -114,7 +132,7 @@ class Results:
             written = self.path.read_text("utf-8") if self.path.exists() else ""
         except OSError as wrong:
             raise SettingError(f"{folder} cannot be used: {wrong.strerror or wrong}; name another --out") from wrong
-        known = {identity(cell): cell.name for cell in suite.cells}
+        known = {cell.identity: cell.name for cell in suite.cells}
         self.rows = [row for row in self._parsed(written) if row["cell"] in known and row["text"] == text]
         """Of this suite and text as they are now; what was trained with other settings does not count."""
 
@@ -123,7 +141,7 @@ class Results:
         done = {(row["cell"], row["seed"]) for row in self.rows}
         for seed in range(seeds):
             for cell in self.suite.cells:
-                if (identity(cell), seed) not in done:
+                if (cell.identity, seed) not in done:
                     yield cell, seed
 
     def add(self, row: dict[str, Any]) -> None:
@@ -142,11 +160,6 @@ class Results:
             if not isinstance(row, dict) or not row.keys() >= COLUMNS:
                 raise SettingError(f"{self.path}, line {number}: no result of a comparison")
             yield row
-
-
-def identity(cell: Cell) -> str:
-    """What a cell is, in 16 hex digits: another setting, another cell."""
-    return hashlib.sha256(json.dumps(cell.to_map(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def run(
@@ -198,9 +211,9 @@ def _one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
     result = train(cell, seed, load_corpus(data, cell.task.sequence_length))
     return {
-        "cell": identity(cell), "name": cell.name, "seed": seed, "val_a": result.val_a, "val_b": result.val_b,
-        "tokens": result.tokens, "seconds": round(time.perf_counter() - began, 3),
-        "core_seconds": round(time.process_time() - cpu, 3), **result.figures,
+        **result.figures, "cell": cell.identity, "name": cell.name, "seed": seed,
+        "val_a": result.val_a, "val_b": result.val_b, "tokens": result.tokens, "tokens_merged": result.tokens_merged,
+        "seconds": round(time.perf_counter() - began, 3), "core_seconds": round(time.process_time() - cpu, 3),
     }  # fmt: skip
 
 
@@ -224,37 +237,88 @@ def markdown(results: Results) -> str:
     suite, rows = results.suite, results.rows
     hours = sum(row["core_seconds"] for row in rows) / 3600
     seeds = sorted({row["seed"] for row in rows})
-    task = suite.cells[0].task
-    size = (
-        f"{task.layers} layers of width {task.width}, {task.batch_sequences} sequences of {task.sequence_length} bytes"
-    )
+    asks = suite.asks + (" Judged on part A." if suite.part == "A" else "")
     lines = [
-        f"## {suite.name}: {suite.asks}", "",
-        f"{size} a learner and step; seeds {', '.join(map(str, seeds))}; {hours:.2f} core-hours.", "",
+        f"## {suite.name}: {asks}", "",
+        f"{_sizes(suite)}; seeds {', '.join(map(str, seeds))}; {hours:.2f} core-hours.", "",
         f"    diloco compare --suite {suite.name} --seeds {len(seeds)}", "",
-        "| cell | tokens | part A | part B | seeds |", "|---|---|---|---|---|",
+        _row(["cell", "tokens", "merged", "part A", "part B", *(f.replace("_", " ") for f in suite.figures)]),
+        "|---" * (5 + len(suite.figures)) + "|",
     ]  # fmt: skip
     for cell in suite.cells:
         own = [row for row in rows if row["name"] == cell.name]
         if own:
-            a, b = mean(r["val_a"] for r in own), mean(r["val_b"] for r in own)
-            lines.append(f"| {cell.name} | {mean(r['tokens'] for r in own):,.0f} | {a:.4f} | {b:.4f} | {len(own)} |")
-    found = differences(suite, rows)
-    if found:
-        lines += ["", "| cell | against | difference | 95 % interval | what it shows |", "|---|---|---|---|---|"]
+            lines.append(_row([
+                cell.name, *(f"{mean(r[count] for r in own):,.0f}" for count in ("tokens", "tokens_merged")),
+                *(f"{mean(r[part] for r in own):.4f}" for part in ("val_a", "val_b")),
+                *(_figure(figure, own) for figure in suite.figures),
+            ]))  # fmt: skip
+    return "\n".join([*lines, *_contrasts(differences(suite, rows)), *_bests(suite, rows)]) + "\n"
+
+
+def _row(columns: Sequence[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def _sizes(suite: Suite) -> str:
+    """What the cells' models and batches are, in words."""
+    tasks = [cell.task for cell in suite.cells]
+    models = sorted({(t.layers, t.width) for t in tasks})
+    batches = sorted({(t.batch_sequences, t.sequence_length) for t in tasks})
+    model = ", ".join(f"{layers} layer{'s' * (layers > 1)} of width {width}" for layers, width in models)
+    return f"{model}; {' or '.join(f'{n} x {length}' for n, length in batches)} bytes a learner and step"
+
+
+def _figure(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Its mean over the rows that have it: seconds as they are, shares in percent."""
+    found = [row[name] for row in rows if name in row]
+    if not found:
+        return ""
+    return f"{mean(found):,.0f}" if name.endswith("seconds") else f"{mean(found):.1%}"
+
+
+def _contrasts(found: Sequence[Difference]) -> list[str]:
+    if not found:
+        return []
+    keeps = any(d.kept is not None for d in found)
+    lines = ["", _row(["cell", "against", "difference", "95 % interval", "what it shows"] + ["gain kept"] * keeps)]
+    lines.append("|---" * (5 + keeps) + "|")
     for d in found:
         span = f"{d.low:+.2%} to {d.high:+.2%}" if math.isfinite(d.high) else "one seed"
-        lines.append(f"| {d.cell} | {d.against} | {d.mean:+.2%} | {span} | {d.verdict} |")
-    return "\n".join(lines) + "\n"
+        kept = [f"{d.kept:.0%}" if d.kept is not None else ""] if keeps else []
+        lines.append(_row([d.cell, d.against, f"{d.mean:+.2%}", span, d.verdict, *kept]))
+    return lines
+
+
+def _bests(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each group of a search its best cell, and whether something better may lie beyond the grid."""
+    lines = ["", _row(["best", "part " + suite.part, "where"]), "|---|---|---|"] if suite.groups else []
+    for group in suite.groups:
+        losses = {name: list(_by_seed(rows, name, f"val_{suite.part.lower()}").values()) for name in group}
+        means = {name: mean(found) for name, found in losses.items() if found}
+        if means:
+            best = min(means, key=means.__getitem__)
+            edge = best in (group[0], group[-1])
+            lines.append(_row([best, f"{means[best]:.4f}", "at the grid's edge" if edge else "inside the grid"]))
+    return lines
 
 
 def draw(results: Results, path: Path) -> None:
-    """Every contrast as its mean and interval, and the bound that was asked."""
+    """Every contrast as its mean and interval, and the bound that was asked; or as lines, for a trend."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the picture needs it
 
     found = differences(results.suite, results.rows)
     figure = Figure(figsize=(9, 1.2 + 0.4 * max(1, len(found))), layout="constrained")
     axes = figure.subplots()
+    if results.suite.along:
+        _draw_trends(axes, found, results.suite)
+    else:
+        _draw_contrasts(axes, found)
+    axes.set_title(f"{results.suite.name}: {results.suite.asks}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_contrasts(axes: Axes, found: Sequence[Difference]) -> None:
     for height, d in enumerate(reversed(found)):
         half = 100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0
         axes.errorbar(100 * d.mean, height, xerr=half, fmt="o", color="#1f5fa8", capsize=3)
@@ -263,5 +327,22 @@ def draw(results: Results, path: Path) -> None:
     axes.axvline(0, color="#8a8a8a", linewidth=0.8)
     axes.set_yticks(range(len(found)), [f"{d.cell} against {d.against}" for d in reversed(found)], fontsize=8)
     axes.set_xlabel("difference of held-out loss in %, mean and 95 % interval (red: the bound that is asked)")
-    axes.set_title(f"{results.suite.name}: {results.suite.asks}", fontsize=10)
-    figure.savefig(path, dpi=120)
+
+
+def _draw_trends(axes: Axes, found: Sequence[Difference], suite: Suite) -> None:
+    for number, line in enumerate(dict.fromkeys(d.line for d in found)):
+        points = sorted((d for d in found if d.line == line), key=lambda d: d.at)
+        halves = [100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0 for d in points]
+        color = f"C{number}"
+        axes.errorbar([d.at for d in points], [100 * d.mean for d in points], yerr=halves, fmt="o-", capsize=3,
+                      color=color, label=line)  # fmt: skip
+        for d in points:
+            if d.within is not None:
+                axes.plot(d.at, 100 * d.within, "v", color=color)
+            if d.kept is not None:
+                axes.annotate(f" {d.kept:.0%} kept", (d.at, 100 * d.mean), fontsize=7, color=color)
+    axes.axhline(0, color="#8a8a8a", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel(suite.along)
+    axes.set_ylabel("difference of held-out loss in %\n(triangle: the bound that is asked)")
+    axes.legend()

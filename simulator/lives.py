@@ -30,7 +30,7 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
             if plan.chips
             else list(_lives(plan, number, seed, horizon_seconds)),
         )
-        for number in range(1, plan.learners + 1)
+        for number in range(1, plan.learners + plan.late + 1)
     ]
 
 
@@ -67,6 +67,10 @@ def members_of_tape(tape: Tape) -> list[Member]:
 
 def pace(plan: ClusterPlan, number: int) -> float:
     """Seconds of an inner step of learner `number` (from 1 on): from the plan's to `slowest` times as long."""
+    if number > plan.learners:
+        return plan.step(0.0)
+    if plan.stragglers:
+        return plan.step(0.0) * (plan.slowest if number > plan.learners - plan.stragglers else 1.0)
     between = (number - 1) / max(1, plan.learners - 1)
     return plan.step(0.0) * (1 + (plan.slowest - 1) * between)
 
@@ -75,10 +79,15 @@ def _check(plan: ClusterPlan, failures: FailureModel) -> None:
     """What would be ignored is an error: chips have the failure model's pace and absences, the others their own."""
     ours, theirs = {f.name: f.default for f in fields(ClusterPlan)}, {f.name: f.default for f in fields(FailureModel)}
     if plan.chips:
-        idle = [n for n in ("absent", "slowest", "absence_seconds") if getattr(plan, n) != ours[n]]
+        names = ("absent", "slowest", "absence_seconds", "stragglers", "late")
+        idle = [n for n in names if getattr(plan, n) != ours[n]]
         if idle:
             raise SettingError(f"{flag(idle[0])} is for learners without chips; with --chips slices fail and return")
     else:
+        if plan.stragglers and plan.slowest == 1:
+            raise SettingError("--stragglers are as fast as all others: say by --slowest how slow they are")
+        if plan.late_seconds and not plan.late:
+            raise SettingError("--late-seconds is when further learners come: say by --late how many")
         idle = [n for n, default in theirs.items() if n != "step_seconds" and getattr(failures, n) != default]
         if idle:
             raise SettingError(f"{flag(idle[0])} says how chips fail: give --chips, too")
@@ -96,11 +105,12 @@ def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, ho
 def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[Life, float]]:
     """(steps, death) of one learner: present and absent times are exponential, with the plan's means."""
     step, rng = pace(plan, number), generator("absences", seed, number)
+    comes = plan.late_seconds if number > plan.learners else 0.0
     if not plan.absent:
-        yield steady(step), math.inf
+        yield steady(step, begins=comes), math.inf
         return
     here_seconds = plan.absence_seconds * (1 - plan.absent) / plan.absent
-    t = float(rng.exponential(plan.absence_seconds)) if rng.random() < plan.absent else 0.0
+    t = comes + (float(rng.exponential(plan.absence_seconds)) if rng.random() < plan.absent else 0.0)
     while t < horizon_seconds:
         dies_at = t + float(rng.exponential(here_seconds))
         yield steady(step, begins=t), dies_at

@@ -7,9 +7,11 @@ them is the production code in a virtual cluster.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self, get_args
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +26,18 @@ from ..learner.text import Batches, Corpus, batches
 from ..learner.transformer import Transformer
 from ..syncer.merge import token_weight
 from .cluster import incarnation_of
+from .counted import Counted
 from .running import cluster_of
 from .settings import ClusterPlan, FailureModel
-from .trained import Trained, version_zero
+from .trained import USUAL, Trained, version_zero
+from .variant import Variant
 
 Method = Literal["data-parallel", "lone", "synchronous", "decoupled"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """data-parallel: one model on the batches of all learners at once. lone: one learner by itself. synchronous: all wait
 for one another every H steps (DiLoCo; with H = 1 averaging at every step). decoupled: a virtual run."""
+NEARLY = 0.002
+"""Share by which tokens may differ where they are made equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +58,34 @@ class Cell:
     """Changes of ClusterPlan."""
     failures: Mapping[str, Any] = field(default_factory=dict)
     """Changes of FailureModel."""
-    merge: Literal["rda", "mean"] = "rda"
-    """mean: the weighted mean for every tensor, instead of RDA where it applies."""
-    feedback: bool = True
-    """False: what the code of the way down could not carry is forgotten."""
+    variant: Variant = USUAL
+    """What is tried that is no setting of a run."""
+    equal_tokens: bool = False
+    """The run is made as much longer as it takes until as many tokens are merged as in `steps` without any failure."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SettingError(f"no method is named {self.method!r}; there are {', '.join(METHODS)}")
 
-    def to_map(self) -> dict[str, Any]:
-        """Plain values: the identity of this cell in a file of results."""
-        return asdict(self)
-
-    @classmethod
-    def from_map(cls, rows: Mapping[str, Any]) -> Self:
-        return cls(**{**rows, "task": TaskSettings(**rows["task"])})
+    @property
+    def identity(self) -> str:
+        """16 hex digits that stand for all that this cell is made of: another setting, or another default of a run's
+        settings, is another cell.
+        """
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("settings", "task", "variant")}
+        given = {name: value for name, value in own.items() if name in ("name", "method") or value != _usual(name)}
+        given |= {name: value for name, value in vars(self.variant).items() if value != getattr(USUAL, name)}
+        whole = {**given, "settings": self.run_settings(0).to_map(), "task": self.task.to_map()}
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
     def run_settings(self, seed: int) -> RunSettings:
         return RunSettings(**{"steps": self.steps, "seed": seed, **self.settings})
+
+
+def _usual(name: str) -> Any:
+    """The value of a field of Cell that nobody gave."""
+    (spec,) = (f for f in fields(Cell) if f.name == name)
+    return spec.default if spec.default_factory is MISSING else spec.default_factory()
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,8 @@ class Result:
     """The same on part B, for reporting."""
     tokens: int
     """Trained on by all learners together."""
+    tokens_merged: int
+    """Of them, those whose work went into the model."""
     figures: Mapping[str, Any]
     """Of a decoupled run: uptime, participation and the like."""
 
@@ -91,9 +108,22 @@ def train(cell: Cell, seed: int, corpus: Corpus) -> Result:
     """Run one cell. SettingError where its settings cannot be."""
     torch.set_num_threads(1)
     kinds = {"data-parallel": _data_parallel, "lone": _lone, "synchronous": _synchronous, "decoupled": _decoupled}
-    model, tokens, figures = kinds[cell.method](cell, seed, corpus)
-    a, b = (_judge(model, corpus, part, cell.task, seed) for part in ("A", "B"))
-    return Result(round(a, 6), round(b, 6), tokens, figures)
+    trial = kinds[cell.method](cell, seed, corpus, begun(cell, seed, corpus))
+    a, b = (_judge(trial.model, corpus, part, cell.task, seed) for part in ("A", "B"))
+    merged = int(trial.figures.get("tokens_merged", trial.tokens))
+    return Result(round(a, 6), round(b, 6), trial.tokens, merged, trial.figures)
+
+
+def begun(cell: Cell, seed: int, corpus: Corpus) -> Transformer:
+    """The model that every method begins with: what the seed makes, or what a lone learner has made of that."""
+    model, task = Transformer(cell.task, seed), cell.task
+    optimizer = make_optimizer(model)
+    drawn_from = batches(
+        corpus.train, task.batch_sequences, task.sequence_length, seed=seed, name="before", incarnation=1
+    )  # fmt: skip
+    for step in range(cell.variant.warm_steps):
+        inner_step(model, optimizer, *next(drawn_from), task.inner_lr * schedule(0.0, step))
+    return model
 
 
 def _judge(model: nn.Module, corpus: Corpus, part: str, task: TaskSettings, seed: int) -> float:
@@ -113,44 +143,53 @@ def streams(cell: Cell, seed: int, corpus: Corpus, learners: int) -> list[Batche
     ]  # fmt: skip
 
 
-Trial = tuple[nn.Module, int, dict[str, Any]]
-"""(the model at the end, tokens, figures)"""
+@dataclass(frozen=True)
+class Trial:
+    """A method's outcome."""
+
+    model: nn.Module
+    tokens: int
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _data_parallel(cell: Cell, seed: int, corpus: Corpus) -> Trial:
-    """The gradient of all batches at every step."""
-    model = Transformer(cell.task, seed)
-    optimizer = make_optimizer(model)
-    drawn_from = streams(cell, seed, corpus, cell.learners)
+def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
+    """The gradient of all batches at every step. Learners that come late make the batch larger from then on."""
+    plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
+    optimizer, drawn_from, tokens = make_optimizer(model), streams(cell, seed, corpus, plan.learners + plan.late), 0
     for step in range(cell.steps):
-        drawn = [next(stream) for stream in drawn_from]
+        there = plan.learners + (plan.late if step * plan.step(0.0) >= plan.late_seconds else 0)
+        drawn = [next(stream) for stream in drawn_from[:there]]
         inputs, targets = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
         inner_step(model, optimizer, inputs, targets, rate)
-    return model, cell.steps * cell.learners * cell.task.tokens_per_step, {}
+        tokens += targets.numel()
+    return Trial(model, tokens, {"virtual_seconds": cell.steps * plan.step(0.0)})
 
 
-def _lone(cell: Cell, seed: int, corpus: Corpus) -> Trial:
+def _lone(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
     """One learner on its own batches."""
-    return _data_parallel(replace(cell, learners=1), seed, corpus)
+    return _data_parallel(replace(cell, learners=1), seed, corpus, model)
 
 
-def _synchronous(cell: Cell, seed: int, corpus: Corpus) -> Trial:
+def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
     """H steps each, then everybody's whole model is merged and everybody goes on from the result; nothing overlaps."""
-    settings = replace(cell.run_settings(seed), fragments=1, overlap=1)
-    state, plan = version_zero(settings, cell.task, cell.merge)
+    variant, settings = cell.variant, replace(cell.run_settings(seed), fragments=1, overlap=1)
+    state, plan = version_zero(settings, cell.task, variant.merge, model)
     (fragment,) = plan.fragments
-    models = [Transformer(cell.task, seed) for _ in range(cell.learners)]
-    replicas, optimizers = [Replica(model, plan) for model in models], [make_optimizer(model) for model in models]
-    drawn_from = streams(cell, seed, corpus, cell.learners)
-    since = 0
+    models = [model, *(Transformer(cell.task, seed) for _ in range(cell.learners - 1))]
+    replicas, optimizers = [Replica(each, plan) for each in models], [make_optimizer(each) for each in models]
+    for replica in replicas:
+        replica.overwrite(fragment, state.public[0])
+    drawn_from, since = streams(cell, seed, corpus, cell.learners), 0
     for step in range(cell.steps):
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
-        for model, optimizer, stream in zip(models, optimizers, drawn_from, strict=True):
-            inner_step(model, optimizer, *next(stream), rate)
+        for each, optimizer, stream in zip(models, optimizers, drawn_from, strict=True):
+            inner_step(each, optimizer, *next(stream), rate)
         since += 1
-        if since == settings.sync_every or step == cell.steps - 1:
+        fraction = (step + 1) / cell.steps
+        if since >= variant.sync_every(settings, fraction) or step == cell.steps - 1:
             weight = token_weight(since * cell.task.tokens_per_step, since)
+            state.settings = variant.outer(settings, fraction)
             state.merge(0, [_delta(state.public[0], r.vector(fragment), settings) for r in replicas],
                         [weight] * cell.learners)  # fmt: skip
             for replica in replicas:
@@ -158,7 +197,7 @@ def _synchronous(cell: Cell, seed: int, corpus: Corpus) -> Trial:
             since = 0
     state.finalize()
     replicas[0].overwrite(fragment, state.public[0])
-    return models[0], cell.steps * cell.learners * cell.task.tokens_per_step, {}
+    return Trial(models[0], cell.steps * cell.learners * cell.task.tokens_per_step)
 
 
 def _delta(public: Tensor, theta: Tensor, settings: RunSettings) -> Tensor:
@@ -166,16 +205,42 @@ def _delta(public: Tensor, theta: Tensor, settings: RunSettings) -> Tensor:
     return decode_delta(settings.codec_up, public, payload.numpy().data)
 
 
-def _decoupled(cell: Cell, seed: int, corpus: Corpus) -> Trial:
+def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
     """A virtual run of the production parts."""
     plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
     failures, settings = FailureModel(**cell.failures), cell.run_settings(seed)
-    trained = Trained(settings, cell.task, corpus, merge=cell.merge, feedback=cell.feedback)
+    if cell.equal_tokens:
+        settings = replace(settings, steps=steps_for_equal_tokens(plan, failures, settings, cell.task))
+    trained = Trained(settings, cell.task, corpus, variant=cell.variant, model=model)
     outcome = cluster_of(plan, failures, settings, trained).run()
-    model = Transformer(cell.task, seed)
     Replica(model, trained.plan).show(trained.state.public)
     names = ("uptime", "merge_participation", "useful_share", "tokens_merged", "merges", "cycles")
     figures = {name: outcome.figures[name] for name in names}
     figures["goodput"] = outcome.goodput
     figures["virtual_seconds"] = round(outcome.virtual_seconds, 3)
-    return model, outcome.figures["tokens_reported"], figures
+    return Trial(model, outcome.figures["tokens_reported"], figures)
+
+
+def steps_for_equal_tokens(
+    plan: ClusterPlan, failures: FailureModel, settings: RunSettings, task: TaskSettings
+) -> int:  # fmt: skip
+    """T with which this cluster merges as many tokens as `settings.steps` bring where nothing fails and all are alike.
+
+    Found by runs that only count: what fails is a function of the seed, and not of what is trained.
+    """
+    _, cut = version_zero(settings, task)
+
+    def merged(plan: ClusterPlan, failures: FailureModel, steps: int) -> int:
+        asked = replace(settings, steps=steps)
+        counted = Counted(
+            asked, parameters=cut.parameters, tokens_a_step=task.tokens_per_step, fragments=cut.P
+        )  # fmt: skip
+        return max(1, int(cluster_of(plan, failures, asked, counted).run().figures["tokens_merged"]))
+
+    wanted, steps = merged(ClusterPlan(learners=plan.learners), FailureModel(), settings.steps), settings.steps
+    for _ in range(4):
+        found = merged(plan, failures, steps)
+        if abs(found / wanted - 1) < NEARLY:
+            break
+        steps = max(1, round(steps * wanted / found))
+    return steps

@@ -58,6 +58,12 @@ class ClusterPlan:
     """An inner step of the fastest learner, in virtual seconds. 0 = 1, and with --chips 5.5, as in simulate goodput."""
     slowest: float = 1.0
     """How many times as long the slowest learner's step takes; the others lie evenly between."""
+    stragglers: int = 0
+    """Only so many learners are slow, all alike, and the others are not. 0 = evenly between."""
+    late: int = 0
+    """Further learners, that come later: compute that was found somewhere."""
+    late_seconds: float = 0.0
+    """When they come, in virtual seconds."""
     absent: float = 0.0
     """Share of the time in which a learner is dead; each time it comes back as a new one."""
     absence_seconds: float = 60.0
@@ -74,16 +80,20 @@ class ClusterPlan:
     def __post_init__(self) -> None:
         for name in ("learners", "absence_seconds", "params"):
             _more_than(self, name, 0.0, inclusive=False)
-        for name in ("chips", "step_seconds", "absent", "latency_seconds", "megabit"):
+        for name in ("chips", "step_seconds", "absent", "latency_seconds", "megabit", "stragglers", "late",
+                     "late_seconds"):  # fmt: skip
             _more_than(self, name, 0.0, inclusive=True)
         _more_than(self, "slowest", 1.0, inclusive=True)
         if self.chips and self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
         if self.absent >= 1:
             raise SettingError(f"--absent must be below 1, not {self.absent:g}: somebody has to be there")
+        if self.stragglers > self.learners:
+            raise SettingError(f"--stragglers {self.stragglers} are more than there are learners, {self.learners}")
         _at_most(self, "learners", MOST_LEARNERS)
+        _at_most(self, "late", MOST_LEARNERS)
         _at_most(self, "chips", MOST_CHIPS)
-        for name in ("step_seconds", "absence_seconds", "latency_seconds", "slowest"):
+        for name in ("step_seconds", "absence_seconds", "latency_seconds", "slowest", "late_seconds"):
             _at_most(self, name, MOST_SECONDS)
         if self.params >= MAX_COUNT:
             raise SettingError(f"--params must be below 2^53, not {self.params:g}")

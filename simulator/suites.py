@@ -6,18 +6,39 @@ it works; the others are what the project's evidence is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..common.config import TaskSettings
+from ..common.config import TaskSettings, preset
 from ..common.errors import SettingError
 from .methods import Cell
+from .variant import Variant
 
-SMALL = TaskSettings(layers=2, width=64, sequence_length=64, batch_sequences=8)
-"""The model of the suites: small enough for many runs on two cores."""
-QUICK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=8)
-H = 24
+SMALL = TaskSettings(layers=1, width=32, sequence_length=64, batch_sequences=8)
+"""The model of the suites, 43,200 parameters: small enough for many runs on two cores."""
+QUICK = replace(SMALL, sequence_length=32)
+LONG = replace(SMALL, batch_sequences=16)
+"""Of the suite that asks what longer runs bring: a batch near the critical one, as its suite `batch` has it."""
+TOKEN_SECONDS = 8e-6
+"""Of one core, for a token at this size: a forward and a backward pass, and all around it."""
+T, H = 480, 24
+MEAN = Variant(merge="mean")
+EXACT: Mapping[str, Any] = {"codec_up": "f32", "codec_down": "f32"}
+BOUNDS: Mapping[int, float] = {2: 0.02, 4: 0.04, 8: 0.08}
+"""M -> by how much Decoupled may exceed data-parallel at equal tokens, at the end of a long run."""
+
+INNER_LR: Mapping[str, Mapping[int, float]] = {
+    "data-parallel": {2: 24e-3, 4: 48e-3, 8: 48e-3},
+    "lone, its share": {1: 24e-3},
+    "lone, all tokens": {2: 24e-3, 4: 12e-3, 8: 12e-3},
+    "averaging each step": {2: 24e-3, 4: 48e-3, 8: 48e-3},
+    "DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "Streaming DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "Decoupled": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+}
+"""Method -> M -> its own best inner learning rate at SMALL's size and T steps, of those in suite `inner-lr`."""
+LOW_RATES, HIGH_RATES = (6e-3, 12e-3, 24e-3, 48e-3), (12e-3, 24e-3, 48e-3, 96e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +50,12 @@ class Contrast:
     within: float | None = None
     unequal: bool = False
     """Their tokens differ, and that is what is asked."""
+    alone: str = ""
+    """A lone learner's cell: how much of what `against` gains over it does `cell` keep?"""
+    line: str = ""
+    """In a picture of trends: the line that this contrast belongs to."""
+    at: float = 0.0
+    """Where on that line it stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,109 +64,168 @@ class Suite:
     asks: str
     """In a sentence."""
     cells: tuple[Cell, ...]
-    contrasts: tuple[Contrast, ...]
+    contrasts: tuple[Contrast, ...] = ()
     seeds: int = 8
     part: Literal["A", "B"] = "B"
     """The held-out part that it is judged on: A where it is there to choose settings."""
+    figures: tuple[str, ...] = ()
+    """Further columns of its table."""
+    along: str = ""
+    """What the lines of a picture of trends go along."""
+    groups: Sequence[tuple[str, ...]] = field(default=())
+    """Of a search: the cells of which the best one is wanted, in the order of what varies."""
+
+    @property
+    def core_hours(self) -> float:
+        """About how long it takes on one core, with all its seeds."""
+        steps = (cell.steps * (1 if cell.method == "lone" else cell.learners) for cell in self.cells)
+        tokens = (cell.task.tokens_per_step * count for cell, count in zip(self.cells, steps, strict=True))
+        return self.seeds * sum(tokens) * TOKEN_SECONDS / 3600
 
     def __post_init__(self) -> None:
         names = [cell.name for cell in self.cells]
         assert len(set(names)) == len(names), names  # noqa: S101 a slip in this file
-        assert {n for c in self.contrasts for n in (c.cell, c.against)} <= set(names)  # noqa: S101
+        assert {n for c in self.contrasts for n in (c.cell, c.against, c.alone) if n} <= set(names)  # noqa: S101
+        assert {name for group in self.groups for name in group} <= set(names)  # noqa: S101
 
 
 def suite(name: str) -> Suite:
     """The suite called `name`; SettingError if there is none."""
     if name not in SUITES:
-        raise SettingError(f"no suite is named {name!r}; there are {', '.join(SUITES)}")
+        raise SettingError(f"no suite is named {name!r}; there are {', '.join(SUITES)}, and full for all of them")
     return SUITES[name](name)
 
 
-def methods(task: TaskSettings, learners: int, steps: int, **settings: Any) -> list[Cell]:
-    """The same tokens by every method, H = 24. All that merge take the same outer step (lr 1, no momentum), the best
-    one known for runs of this length; the ancestors merge by the plain mean, as they were published.
+def methods(task: TaskSettings, learners: int, steps: int) -> dict[str, Cell]:
+    """The same tokens by every method, H = 24, each at its own best inner learning rate. All that merge take the same
+    outer step (lr 1, no momentum); the ancestors merge by the plain mean, as they were published.
     """
-    tag = f", M={learners}"
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=task)
-    plain: Mapping[str, Any] = {"sync_every": H, **settings}
-    return [
-        replace(base, name="data-parallel" + tag, method="data-parallel"),
-        replace(base, name="lone, its share" + tag, method="lone"),
-        replace(base, name="lone, all tokens" + tag, method="lone", steps=steps * learners),
-        replace(base, name="averaging each step" + tag, method="synchronous", merge="mean",
-                settings={"sync_every": 1, "codec_up": "f32", "codec_down": "f32"}),
-        replace(base, name="DiLoCo" + tag, method="synchronous", merge="mean",
-                settings={**plain, "codec_up": "f32", "codec_down": "f32"}),
-        replace(base, name="Streaming DiLoCo" + tag, merge="mean",
-                settings={**plain, "quorum": learners, "codec_up": "f32", "codec_down": "f32", "adopt": "mix"}),
-        replace(base, name="Decoupled" + tag, settings=plain),
-    ]  # fmt: skip
+    streaming = {**preset("streaming", learners), **EXACT}
+    made = {
+        "data-parallel": replace(base, method="data-parallel"),
+        "lone, its share": replace(base, method="lone", learners=1),
+        "lone, all tokens": replace(base, method="lone", steps=steps * learners),
+        "averaging each step": replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": 1}),
+        "DiLoCo": replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": H}),
+        "Streaming DiLoCo": replace(base, variant=MEAN, settings={**streaming, "sync_every": H}),
+        "Decoupled": replace(base, settings={"sync_every": H}),
+    }
+    return {
+        name: replace(
+            cell, name=name + ("" if cell.learners == 1 else f", M={learners}"), task=_at_its_rate(name, cell)
+        )
+        for name, cell in made.items()
+    }
+
+
+def _at_its_rate(method: str, cell: Cell) -> TaskSettings:
+    return replace(cell.task, inner_lr=INNER_LR[method][cell.learners])
+
+
+def _against_ancestors(learners: int) -> Iterator[Contrast]:
+    tag = f", M={learners}"
+    ours, parallel, alone = "Decoupled" + tag, "data-parallel" + tag, "lone, its share"
+    yield Contrast(cell=ours, against="DiLoCo" + tag, within=0.005)
+    yield Contrast(cell=ours, against="Streaming DiLoCo" + tag, within=0.005)
+    yield Contrast(cell=ours, against=parallel, alone=alone)
+    yield Contrast(cell="DiLoCo" + tag, against=parallel, alone=alone)
+    yield Contrast(cell="averaging each step" + tag, against=parallel, alone=alone)
+    yield Contrast(cell=ours, against="lone, all tokens" + tag)
+    yield Contrast(cell=ours, against=alone, unequal=True)
 
 
 def _quick(name: str) -> Suite:
     return Suite(
         name=name,
-        asks="Does Decoupled train as well as its ancestors, on the smallest model there is?",
-        cells=tuple(methods(QUICK, 2, 192)),
-        contrasts=_against_ancestors(2),
+        asks="Does Decoupled train as well as its ancestors, on the smallest model and in the shortest run?",
+        cells=tuple(methods(QUICK, 2, 192).values()),
+        contrasts=tuple(_against_ancestors(2)),
         seeds=3,
     )
 
 
-def _against_ancestors(learners: int) -> tuple[Contrast, ...]:
-    tag = f", M={learners}"
-    bound = {2: 0.02, 4: 0.04, 8: 0.08}[learners]
-    return (
-        Contrast(cell="Decoupled" + tag, against="DiLoCo" + tag, within=0.005),
-        Contrast(cell="Decoupled" + tag, against="Streaming DiLoCo" + tag, within=0.005),
-        Contrast(cell="Decoupled" + tag, against="data-parallel" + tag, within=bound),
-        Contrast(cell="Decoupled" + tag, against="lone, its share" + tag, unequal=True),
-        Contrast(cell="averaging each step" + tag, against="data-parallel" + tag),
-    )
+def _inner(name: str) -> Suite:
+    cells: dict[str, Cell] = {}
+    groups: dict[str, list[str]] = {}
+    for learners in (2, 4, 8):
+        for method, cell in methods(SMALL, learners, T).items():
+            for rate in LOW_RATES if method.startswith("lone") else HIGH_RATES:
+                tried = replace(cell, name=f"{cell.name}, lr {rate:g}", task=replace(SMALL, inner_lr=rate))
+                if tried.name not in cells:
+                    groups.setdefault(f"{method} {cell.learners}", []).append(tried.name)
+                cells[tried.name] = tried
+    return Suite(
+        name=name, asks="What is each method's own best inner learning rate?", cells=tuple(cells.values()), seeds=2,
+        part="A", groups=[tuple(group) for group in groups.values()],
+    )  # fmt: skip
 
 
 def _learners(name: str) -> Suite:
-    cells = [cell for m in (2, 4, 8) for cell in methods(SMALL, m, 960)]
+    cells = {cell.name: cell for m in (2, 4, 8) for cell in methods(SMALL, m, T).values()}
     return Suite(
         name=name,
         asks="Does Decoupled train as well as data-parallel, DiLoCo and Streaming DiLoCo, for M = 2, 4, 8?",
-        cells=tuple(cells),
+        cells=tuple(cells.values()),
         contrasts=tuple(contrast for m in (2, 4, 8) for contrast in _against_ancestors(m)),
     )
 
 
 def _budget(name: str) -> Suite:
-    cells: list[Cell] = []
+    cells: dict[str, Cell] = {}
     contrasts: list[Contrast] = []
-    for steps in (1200, 2400, 4800):
-        for learners, bound in ((2, 0.02), (4, 0.04), (8, 0.08)):
-            kept = {"data-parallel", "lone, its share", "Decoupled"}
-            made = {c.name.rpartition(", ")[0]: c for c in methods(SMALL, learners, steps)}
-            cells += [replace(made[k], name=f"{k}, M={learners}, {steps} steps") for k in sorted(kept)]
-            tag = f", M={learners}, {steps} steps"
-            longest = bound if steps == 4800 else None
-            contrasts.append(Contrast(cell="Decoupled" + tag, against="data-parallel" + tag, within=longest))
-            contrasts.append(Contrast(cell="lone, its share" + tag, against="data-parallel" + tag, unequal=True))
+    budgets = (1200, 2400, 4800)
+    for steps in budgets:
+        for learners, bound in BOUNDS.items():
+            made = methods(LONG, learners, steps)
+            parallel, alone, ours = (
+                replace(made[kind], name=f"{made[kind].name}, {steps} steps")
+                for kind in ("data-parallel", "lone, its share", "Decoupled")
+            )
+            cells |= {cell.name: cell for cell in (parallel, alone, ours)}
+            contrasts.append(
+                Contrast(
+                    cell=ours.name, against=parallel.name, within=bound if steps == budgets[-1] else None,
+                    alone=alone.name, line=f"M = {learners}", at=steps,
+                )
+            )  # fmt: skip
     return Suite(
         name=name, asks="Does the gap to data-parallel close as the run gets longer?",
-        cells=tuple(cells), contrasts=tuple(contrasts), seeds=3,
+        cells=tuple(cells.values()), contrasts=tuple(contrasts), seeds=3, along="steps of each learner",
     )  # fmt: skip
+
+
+def _batch(name: str) -> Suite:
+    """As many tokens in smaller and larger batches."""
+    cells, contrasts = [], []
+    for batch in (2, 4, 8, 16, 32, 64):
+        alone = methods(replace(SMALL, batch_sequences=batch), 4, T * 32 // batch)["lone, its share"]
+        rows = [
+            replace(alone, name=f"{batch * SMALL.sequence_length} tokens, lr {rate:g}",
+                    task=replace(alone.task, inner_lr=rate))
+            for rate in LOW_RATES
+        ]  # fmt: skip
+        cells += rows
+        contrasts.append(tuple(row.name for row in rows))
+    asks = "From which batch on does a learner lose by a larger one at equal tokens (the critical batch)?"
+    return Suite(name=name, asks=asks, cells=tuple(cells), seeds=2, part="A", groups=contrasts)
 
 
 def _varied(
     name: str, asks: str, rows: Mapping[str, Mapping[str, Any]], against: str, within: Mapping[str, float],
-    *, learners: int = 4, steps: int = 960, seeds: int = 8,
+    *, learners: int = 4, steps: int = T, seeds: int = 8, **more: Any,
 ) -> Suite:  # fmt: skip
     """Decoupled runs that differ in the fields of `rows`, each held against the row `against`."""
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=SMALL)
-    cells = tuple(replace(base, name=row, **fields) for row, fields in rows.items())
+    made = (replace(base, name=row, **fields) for row, fields in rows.items())
+    cells = tuple(replace(cell, task=_at_its_rate("Decoupled", cell)) for cell in made)
     contrasts = tuple(Contrast(cell=row, against=against, within=within.get(row)) for row in rows if row != against)
-    return Suite(name=name, asks=asks, cells=cells, contrasts=contrasts, seeds=seeds)
+    return Suite(name=name, asks=asks, cells=cells, contrasts=contrasts, seeds=seeds, **more)
 
 
 def _merge(name: str) -> Suite:
     rows: dict[str, dict[str, Any]] = {
-        f"{kind}, M={m}": {"merge": kind, "learners": m} for m in (2, 4, 8) for kind in ("rda", "mean")
+        f"{kind}, M={m}": {"variant": Variant(merge=kind), "learners": m} for m in (2, 4, 8) for kind in ("rda", "mean")
     }
     made = _varied(name, "Is Radial-Directional Averaging better than the weighted mean?", rows, "mean, M=2", {})
     pairs = tuple(Contrast(cell=f"rda, M={m}", against=f"mean, M={m}") for m in (2, 4, 8))
@@ -152,91 +238,211 @@ def _codecs(name: str) -> Suite:
         for up, down in (("f32", "f32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("int4", "f32"),
                          ("f32", "int4"))
     }  # fmt: skip
-    rows["int4 up, int4 down, no feedback"] = {**rows["int4 up, int4 down"], "feedback": False}
+    for codec in ("int4", "int8"):
+        rows[f"{codec} up, {codec} down, no feedback"] = {
+            **rows[f"{codec} up, {codec} down"], "variant": Variant(feedback=False)
+        }  # fmt: skip
     return _varied(name, "What does quantization cost?", rows, "f32 up, f32 down", {"int4 up, int4 down": 0.005})
 
 
 def _pace(name: str) -> Suite:
-    slow = {"cluster": {"slowest": 2.0}}
+    """Paper, Table 5; all merge the same tokens."""
+    half = {"cluster": {"slowest": 2.0, "stragglers": 1}, "equal_tokens": True}
     rows: dict[str, dict[str, Any]] = {
         "all equal": {},
-        "unequal, K=1, grace": dict(slow),
-        "unequal, K=1, no grace": {**slow, "settings": {"grace_seconds": 0.0}},
-        "unequal, K=M, no grace": {**slow, "settings": {"quorum": 4, "grace_seconds": 0.0}},
+        "one at half speed, K=1, grace": half,
+        "one at half speed, K=1, no grace": {**half, "settings": {"grace_seconds": 0.0}},
+        "one at half speed, K=M, no grace": {**half, "settings": {"quorum": 4, "grace_seconds": 0.0}},
+        "one at half speed, gamma 0.4": {**half, "settings": {"gamma": 0.4}},
+        "one at half speed, gamma 0.95": {**half, "settings": {"gamma": 0.95}},
+        "evenly up to twice as slow, K=1, grace": {"cluster": {"slowest": 2.0}, "equal_tokens": True},
     }
     return _varied(
-        name, "Who waits for whom when speeds differ?", rows, "all equal", {"unequal, K=1, grace": 0.0}
+        name, "Who waits for whom when speeds differ?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
+        figures=("virtual_seconds", "merge_participation", "goodput"),
     )  # fmt: skip
 
 
 def _failures(name: str) -> Suite:
+    """Paper, Table 2."""
     rows: dict[str, dict[str, Any]] = {"none": {}}
     rows |= {
-        f"{chips // 1000}k chips": {"cluster": {"chips": chips}} for chips in (150_000, 600_000, 1_200_000, 2_400_000)
+        f"{chips // 1000}k chips": {"cluster": {"chips": chips}, "equal_tokens": True}
+        for chips in (150_000, 600_000, 1_200_000, 2_400_000)
     }
-    asks = "What do failing chips cost, M = 8?"
-    return _varied(name, asks, rows, "none", {"1200k chips": 0.01}, learners=8)
+    return _varied(
+        name, "What do failing chips cost, M = 8, at equal merged tokens?", rows, "none", {"1200k chips": 0.01},
+        learners=8, figures=("goodput", "uptime", "merge_participation"),
+    )  # fmt: skip
 
 
 def _absence(name: str) -> Suite:
+    away = {share: {"cluster": {"absent": share}} for share in (0.1, 0.3, 0.5)}
     rows: dict[str, dict[str, Any]] = {"always there": {}}
-    rows |= {f"{share:.0%} absent": {"cluster": {"absent": share}} for share in (0.1, 0.3, 0.5)}
-    return _varied(
-        name, "What does it cost that learners die and come back?", rows, "always there", {"30% absent": 0.01}
+    rows |= {f"{share:.0%} absent": {**fields, "equal_tokens": True} for share, fields in away.items()}
+    made = _varied(
+        name, "What does it cost that learners die and come back?", rows, "always there", {"30% absent": 0.01},
+        figures=("goodput", "uptime", "virtual_seconds"),
+    )  # fmt: skip
+    shorter = replace(
+        next(c for c in made.cells if c.name == "30% absent"), name="30% absent, same T", equal_tokens=False
+    )
+    return replace(
+        made,
+        cells=(*made.cells, shorter),
+        contrasts=(*made.contrasts, Contrast(cell=shorter.name, against="always there", unequal=True)),
+    )
+
+
+def _scavenging(name: str) -> Suite:
+    """Paper, Table 4: half of the tokens by four learners, half by four and those that came."""
+    cells, contrasts = [], []
+    for extra in (0, 1, 2, 4, 12):
+        steps = T // 2 + round(T / 2 * 4 / (4 + extra))
+        late = {"late": extra, "late_seconds": T / 2} if extra else {}
+        for kind in ("Decoupled", "data-parallel"):
+            cell = methods(SMALL, 4, steps)[kind]
+            cells.append(replace(cell, name=f"{kind}, +{extra * 25}%", cluster=late))
+            if extra:
+                contrasts.append(Contrast(cell=cells[-1].name, against=f"{kind}, +0%"))
+    return Suite(
+        name=name, asks="How much sooner is a run of four over, if others come for half of its tokens?",
+        cells=tuple(cells), contrasts=tuple(contrasts), seeds=5, figures=("virtual_seconds", "useful_share"),
     )  # fmt: skip
 
 
 def _adoption(name: str) -> Suite:
     rows: dict[str, dict[str, Any]] = {
         f"{how}, M={m}": {"settings": {"adopt": how}, "learners": m}
-        for m in (2, 4) for how in ("overwrite", "rebase", "mix")
+        for m in (2, 4, 8) for how in ("overwrite", "rebase", "mix")
     }  # fmt: skip
+    unequal = {"cluster": {"slowest": 2.0, "stragglers": 1}}
+    rows |= {f"{how}, one at half speed": {**unequal, "settings": {"adopt": how}} for how in ("overwrite", "rebase")}
+    rows["keep, one at half speed"] = {**unequal, "settings": {"adopt": "rebase"}, "variant": Variant(keeps=True)}
     made = _varied(name, "Which adoption is best?", rows, "overwrite, M=2", {})
-    pairs = tuple(
-        Contrast(cell=f"{how}, M={m}", against=f"overwrite, M={m}") for m in (2, 4) for how in ("rebase", "mix")
-    )
-    return replace(made, contrasts=pairs, part="A")
+    pairs = [
+        Contrast(cell=f"{how}, M={m}", against=f"overwrite, M={m}") for m in (2, 4, 8) for how in ("rebase", "mix")
+    ]
+    tag = ", one at half speed"
+    pairs += [Contrast(cell=how + tag, against="overwrite" + tag, unequal=True) for how in ("rebase", "keep")]
+    return replace(made, contrasts=tuple(pairs), part="A")
 
 
 def _outer(name: str) -> Suite:
+    grid = [(lr, mu) for lr in (0.4, 0.7, 1.0, 1.3, 1.6) for mu in (0.0, 0.3, 0.6, 0.9)]
     rows: dict[str, dict[str, Any]] = {
-        f"lr {lr:g}, momentum {mu:g}": {"settings": {"outer_lr": lr, "outer_momentum": mu}}
-        for lr in (0.4, 0.7, 1.0, 1.3) for mu in (0.0, 0.5, 0.9)
-    }  # fmt: skip
+        f"lr {lr:g}, momentum {mu:g}": {"settings": {"outer_lr": lr, "outer_momentum": mu}} for lr, mu in grid
+    }
     asks = "Which outer learning rate and momentum, M = 4, H = 24?"
-    return replace(_varied(name, asks, rows, "lr 1, momentum 0", {}, seeds=3), part="A")
+    return _varied(name, asks, rows, "lr 1, momentum 0", {}, seeds=3, part="A")
+
+
+OUTER_CHOICES = ((1.0, 0.0), (1.3, 0.0), (0.7, 0.9))
+"""The best two of suite `outer`, and the lineage's."""
+
+
+def _outer_elsewhere(name: str) -> Suite:
+    rows: dict[str, dict[str, Any]] = {}
+    contrasts = []
+    for learners, every in ((2, 24), (8, 24), (4, 12), (4, 48), (4, 6)):
+        tag = f", M={learners}, H={every}"
+        for lr, mu in OUTER_CHOICES:
+            rows[f"lr {lr:g}, momentum {mu:g}{tag}"] = {
+                "learners": learners, "settings": {"outer_lr": lr, "outer_momentum": mu, "sync_every": every}
+            }  # fmt: skip
+        first, *others = (f"lr {lr:g}, momentum {mu:g}{tag}" for lr, mu in OUTER_CHOICES)
+        contrasts += [Contrast(cell=other, against=first) for other in others]
+    made = _varied(name, "Do the best outer steps stay the best at other M and H?", rows, contrasts[0].against, {})
+    return replace(made, contrasts=tuple(contrasts), part="A", seeds=3)
 
 
 def _cadence(name: str) -> Suite:
     rows: dict[str, dict[str, Any]] = {f"H={h}": {"settings": {"sync_every": h}} for h in (1, 12, 24, 48, 96)}
     rows["H=1"] = {"settings": {"sync_every": 1, "fragments": 1, "overlap": 1}}
-    return replace(_varied(name, "How often must a fragment be merged?", rows, "H=24", {}, seeds=3), part="A")
+    return _varied(name, "How often must a fragment be merged?", rows, "H=24", {}, seeds=5, part="A")
 
 
-def _inner(name: str) -> Suite:
-    cells: list[Cell] = []
-    for rate in (0.75e-3, 1.5e-3, 3e-3, 6e-3):
-        cells += [
-            replace(cell, name=f"{cell.name}, lr {rate:g}", task=replace(SMALL, inner_lr=rate))
-            for cell in methods(SMALL, 4, 960)
+def _warm(name: str) -> Suite:
+    """Every method begins with what a lone learner came to in half as many steps."""
+    warm = Variant(warm_steps=T // 2)
+    cells, contrasts = [], []
+    for variant, tag in ((Variant(), "from scratch"), (warm, "warm")):
+        made = methods(SMALL, 4, T)
+        named = {
+            kind: replace(made[kind], name=f"{kind}, {tag}",
+                          variant=replace(made[kind].variant, warm_steps=variant.warm_steps))
+            for kind in ("data-parallel", "DiLoCo", "Decoupled", "lone, its share")
+        }  # fmt: skip
+        ours = named["Decoupled"]
+        momentum = replace(
+            ours, name=f"Decoupled, lr 0.7, momentum 0.9, {tag}",
+            settings={**ours.settings, "outer_lr": 0.7, "outer_momentum": 0.9},
+        )  # fmt: skip
+        cells += [*named.values(), momentum]
+        alone = named["lone, its share"].name
+        contrasts += [
+            Contrast(cell=ours.name, against=named["data-parallel"].name, alone=alone),
+            Contrast(cell=ours.name, against=named["DiLoCo"].name),
+            Contrast(cell=momentum.name, against=ours.name),
         ]
     return Suite(
-        name=name, asks="What is each method's own best inner learning rate (judged on part A)?",
-        cells=tuple(cells), contrasts=(), seeds=2,
+        name=name, asks="Does it matter whether a run begins from scratch or with a model that was trained before?",
+        cells=tuple(cells), contrasts=tuple(contrasts), seeds=5,
+    )  # fmt: skip
+
+
+def _gap(name: str) -> Suite:
+    """What the gap to data-parallel could be closed by."""
+    made = methods(SMALL, 4, T)
+    ours, parallel, alone, diloco = (
+        made[kind] for kind in ("Decoupled", "data-parallel", "lone, its share", "DiLoCo")
+    )  # fmt: skip
+
+    def other(what: str, settings: Mapping[str, Any], **variant: Any) -> Cell:
+        return replace(ours, name=what, settings={**ours.settings, **settings}, variant=Variant(**variant))
+
+    tried = [
+        other("outer lr 1 falling to 0.5", {}, outer_lr_end=0.5),
+        other("outer lr 1.5 falling to 1", {"outer_lr": 1.5}, outer_lr_end=1.0),
+        other("momentum 0.5", {"outer_momentum": 0.5}),
+        other("momentum 0.5, rising over half of the run", {"outer_momentum": 0.5}, momentum_warmup=0.5),
+        other("momentum 0.9, rising over the whole run", {"outer_momentum": 0.9}, momentum_warmup=1.0),
+        other("rebase", {"adopt": "rebase"}),
+        other("H=12", {"sync_every": 12}),
+        replace(diloco, name="DiLoCo, H=24"),
+        replace(diloco, name="DiLoCo, H growing from 8 to 40", settings={**diloco.settings, "sync_every": 8},
+                variant=replace(MEAN, sync_every_end=40)),
+    ]  # fmt: skip
+    larger = replace(
+        ours, name="batch four times as large, as many tokens", steps=T // 4,
+        task=replace(ours.task, batch_sequences=4 * SMALL.batch_sequences),
+    )  # fmt: skip
+    cells = [parallel, alone, ours, *tried, larger]
+    contrasts = [
+        Contrast(cell=cell.name, against=parallel.name, alone=alone.name) for cell in (ours, *tried, larger)
+    ] + [Contrast(cell=cell.name, against=ours.name) for cell in tried]
+    return Suite(
+        name=name, asks="What closes the gap to data-parallel, M = 4?", cells=tuple(cells),
+        contrasts=tuple(contrasts), seeds=5,
     )  # fmt: skip
 
 
 SUITES: dict[str, Callable[[str], Suite]] = {
     "quick": _quick,
+    "inner-lr": _inner,
+    "batch": _batch,
     "learners": _learners,
     "budget": _budget,
-    "inner-lr": _inner,
+    "gap": _gap,
     "merge": _merge,
     "codecs": _codecs,
     "pace": _pace,
     "failures": _failures,
     "absence": _absence,
+    "scavenging": _scavenging,
     "adoption": _adoption,
     "outer": _outer,
+    "outer-elsewhere": _outer_elsewhere,
     "cadence": _cadence,
+    "warm": _warm,
 }

@@ -23,6 +23,9 @@ from ..syncer.rounds import Merge, Rounds
 from ..syncer.state import GlobalState
 from .substance import EPOCH, MERGE_SECONDS, Sent
 from .trainee import Trainee
+from .variant import Variant
+
+USUAL = Variant()
 
 
 class Trained:
@@ -35,15 +38,13 @@ class Trained:
         corpus: Corpus,
         *,
         tape: Path | None = None,
-        merge: MergeKind = "rda",
-        feedback: bool = True,
+        variant: Variant = USUAL,
+        model: Transformer | None = None,
     ) -> None:
-        """merge: mean = the weighted mean for all tensors. feedback: False = the way down's residual is forgotten.
-        Neither is a run's setting: comparisons try what a run would lose by them.
-        """
+        """model: what the run begins with; None = what its seed makes. With a tape both are as they are by default."""
         self.settings, self.task, self.corpus = settings, task, corpus
-        self.state, self.plan = version_zero(settings, task, merge)
-        self._feedback = feedback
+        self.variant = variant
+        self.state, self.plan = version_zero(settings, task, variant.merge, model)
         sizes = [f.parameters for f in self.plan.fragments]
         self.rounds = Rounds(settings, sizes, EPOCH)
         if tape is not None:
@@ -58,7 +59,7 @@ class Trained:
         joined = Joined(
             self.plan, self.settings, self.task, EPOCH, self.rounds.t, tuple(self._whole), self.state.static
         )
-        return Trainee(joined, self.corpus, name, incarnation, tape=tape)
+        return Trainee(joined, self.corpus, name, incarnation, tape=tape, keeps=self.variant.keeps)
 
     def whole(self) -> list[Public]:
         return list(self._whole)
@@ -73,11 +74,12 @@ class Trained:
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:
         fragment = merge.call.fragment
+        self.state.settings = self.variant.outer(self.settings, min(1.0, merge.call.t / self.settings.steps))
         try:
             merged = merge_answers(self._served, merge)
         except Malformed:
             return None
-        if not self._feedback:
+        if not self.variant.feedback:
             self.state.residual[fragment] = torch.zeros_like(self.state.residual[fragment])
         contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
         public = Public(merged.version, self.state.public[fragment], merged.digest, contributors)
@@ -92,12 +94,14 @@ class Trained:
         return model_hash
 
 
-def version_zero(settings: RunSettings, task: TaskSettings, merge: MergeKind = "rda") -> tuple[GlobalState, Plan]:
+def version_zero(
+    settings: RunSettings, task: TaskSettings, merge: MergeKind = "rda", model: Transformer | None = None
+) -> tuple[GlobalState, Plan]:
     """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot.
 
-    merge: mean = the weighted mean for all tensors.
+    merge: mean = the weighted mean for all tensors. model: what it begins with; None = what the seed makes.
     """
-    model = Transformer(task, settings.seed)
+    model = model or Transformer(task, settings.seed)
     layout = layout_of(model, merge=dict.fromkeys(dict(model.named_parameters()), merge) if merge == "mean" else None)
     plan = balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
     replica = Replica(model, plan)

@@ -14,6 +14,7 @@ from ..common.wire import Beat, Call, Delta
 from ..learner.answers import encode_answer
 from ..learner.books import Mark
 from ..learner.desk import Arrival, Desk, Joined
+from ..learner.exchange import Exchange
 from ..learner.follower import Public
 from ..learner.identity import Identity
 from ..learner.loop import make_optimizer, train_on
@@ -60,6 +61,22 @@ class VirtualLink:
         return True
 
 
+class KeepingExchange(Exchange):
+    """Who had no part in a merge keeps what it has done since it adopted the fragment last (comparisons only)."""
+
+    def _write(self, arrival: Arrival, how: str) -> Mark | None:
+        if how != "rebase" or arrival.own is not None:
+            return super()._write(arrival, how)
+        fragment = arrival.fragment
+        self._captures.pop(fragment, None)
+        self.replica.rebase(self.plan.fragments[fragment], arrival.public.vector, self.public[fragment].vector)
+        return self.books.accounts[fragment].since
+
+
+class KeepingSession(Session):
+    exchange_kind = KeepingExchange
+
+
 class Trainee:
     """One life of a learner, from the public model that it begins with."""
 
@@ -72,8 +89,11 @@ class Trainee:
         *,
         waits: Sequence[tuple[int, Public]] = (),
         tape: Path | None = None,
+        keeps: bool = False,
     ) -> None:
-        """waits: fragments that came after the welcome and are adopted before the first step."""
+        """waits: fragments that came after the welcome and are adopted before the first step.
+        keeps: as simulator/variant.py has it.
+        """
         settings, task = joined.settings, joined.task
         assert task is not None  # noqa: S101 whoever drives it says what is trained
         self.task = task
@@ -88,7 +108,8 @@ class Trainee:
         self.plan, self.codec = joined.plan, settings.codec_up
         self.desk.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in waits])
         link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.desk)
-        self.session = Session(link, joined, Replica(self.model, joined.plan), self.optimizer)
+        kind = KeepingSession if keeps else Session
+        self.session = kind(link, joined, Replica(self.model, joined.plan), self.optimizer)
         self._batches = batches(
             corpus.train, task.batch_sequences, task.sequence_length,
             seed=settings.seed, name=name, incarnation=incarnation,

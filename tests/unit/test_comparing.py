@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 from decoupled_diloco.cli import run_command
-from decoupled_diloco.common.config import TaskSettings
+from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import DilocoError, SettingError
+from decoupled_diloco.learner.follower import Public
 from decoupled_diloco.learner.text import load_corpus
 from decoupled_diloco.simulator.cluster import Cluster
-from decoupled_diloco.simulator.comparing import Results, differences, identity, interval, markdown, run, write
+from decoupled_diloco.simulator.comparing import Results, differences, interval, markdown, run, write
 from decoupled_diloco.simulator.lives import members_of
-from decoupled_diloco.simulator.methods import Cell, streams, train
+from decoupled_diloco.simulator.methods import Cell, begun, streams, train
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
 from decoupled_diloco.simulator.suites import SUITES, Contrast, Suite, suite
 from decoupled_diloco.simulator.trained import Trained
+from decoupled_diloco.simulator.variant import Variant
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=4)
 OURS = Cell(name="ours", method="decoupled", steps=24, task=TASK, settings={"sync_every": 6, "fragments": 3})
@@ -32,8 +33,8 @@ PAIR = Suite(
 
 
 def row(cell: Cell, seed: int, loss: float) -> dict[str, Any]:
-    return {"cell": identity(cell), "name": cell.name, "seed": seed, "val_a": loss, "val_b": loss, "tokens": 1,
-            "text": "text", "seconds": 1.0, "core_seconds": 1.0}  # fmt: skip
+    return {"cell": cell.identity, "name": cell.name, "seed": seed, "val_a": loss, "val_b": loss, "tokens": 1,
+            "tokens_merged": 1, "text": "text", "seconds": 1.0, "core_seconds": 1.0}  # fmt: skip
 
 
 # --- what numbers show -----------------------------------------------------------------------------------------------
@@ -76,16 +77,42 @@ def test_seeds_are_paired() -> None:
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
 def test_cells_that_were_trained_on_unequal_tokens_are_not_held_against_each_other() -> None:
-    rows = [row(OURS, 0, 1.0) | {"tokens": 110}, row(THEIRS, 0, 2.0) | {"tokens": 100}]
+    rows = [row(OURS, 0, 1.0) | {"tokens": 120, "tokens_merged": 110}, row(THEIRS, 0, 2.0) | {"tokens_merged": 100}]
+    rows[1]["tokens"] = 100
     (found,) = differences(PAIR, rows)
     assert found.verdict == "nothing: +10.0% tokens"
+    asked = replace(PAIR, contrasts=(replace(PAIR.contrasts[0], unequal=True),))
+    assert differences(asked, rows)[0].verdict == "within +1.0%: not shown"
+
+
+def test_what_is_kept_of_a_gain_is_a_share_of_the_way_from_a_lone_learner_to_the_reference() -> None:
+    alone = replace(THEIRS, name="alone", method="lone")
+    judged = replace(PAIR, cells=(OURS, THEIRS, alone), contrasts=(replace(PAIR.contrasts[0], alone="alone"),))
+    rows = [row(OURS, seed, 2.2) for seed in range(2)] + [row(THEIRS, seed, 2.0) for seed in range(3)]
+    assert differences(judged, rows) == [], "nothing is said without the lone learner"
+    rows += [row(alone, seed, 3.0) for seed in range(3)]
+    (found,) = differences(judged, rows)
+    assert found.kept is not None
+    assert math.isclose(found.kept, 0.8)
+
+
+def test_the_best_of_a_search_is_named_and_whether_the_grid_ends_there(tmp_path: Path) -> None:
+    rates = [replace(OURS, name=f"lr {n}") for n in range(3)]
+    results = Results(tmp_path, replace(PAIR, cells=tuple(rates), contrasts=(), groups=[("lr 0", "lr 1", "lr 2")]), "")
+    for cell, loss in zip(rates, (2.0, 1.5, 1.7), strict=True):
+        results.rows.append(row(cell, 0, loss))
+    assert "| lr 1 | 1.5000 | inside the grid |" in markdown(results)
+    results.rows.append(row(rates[2], 1, 0.1))
+    assert "| lr 2 | 0.9000 | at the grid's edge |" in markdown(results)
 
 
 def test_a_suite_that_chooses_settings_is_judged_on_part_a() -> None:
     rows = [row(OURS, 0, 1.0) | {"val_b": 9.0}, row(THEIRS, 0, 2.0) | {"val_b": 1.0}]
     (found,) = differences(replace(PAIR, part="A"), rows)
     assert found.mean == -0.5
-    assert {name for name in SUITES if suite(name).part == "A"} == {"outer", "cadence", "adoption"}
+    assert {name for name in SUITES if suite(name).part == "A"} == {
+        "outer", "outer-elsewhere", "cadence", "adoption", "inner-lr", "batch"
+    }  # fmt: skip
 
 
 def test_what_is_trained_already_is_not_trained_again_and_other_settings_are_other_cells(tmp_path: Path) -> None:
@@ -117,22 +144,91 @@ def test_tables_and_pictures_are_made_from_the_results_alone(tmp_path: Path) -> 
     assert paths[0].read_text().count("\n") == 7
 
 
+def test_a_trend_is_drawn_as_lines(tmp_path: Path) -> None:
+    trend = replace(PAIR, along="steps", contrasts=(replace(PAIR.contrasts[0], line="M = 2", at=24),))
+    results = Results(tmp_path, trend, "text")
+    results.rows += [row(OURS, 0, 2.1), row(THEIRS, 0, 2.0)]
+    assert write(results, tmp_path)[2].stat().st_size > 1000
+
+
 # --- what is trained -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cell", [
     THEIRS,
     replace(THEIRS, method="lone"),
     replace(OURS, method="synchronous"),
     OURS,
-    replace(OURS, merge="mean", feedback=False),
+    replace(OURS, variant=Variant(merge="mean", feedback=False, warm_steps=3)),
+    replace(OURS, settings={**OURS.settings, "outer_momentum": 0.9},
+            variant=Variant(outer_lr_end=0.5, momentum_warmup=0.5)),
+    replace(OURS, method="synchronous", variant=Variant(sync_every_end=12)),
+    replace(OURS, settings={**OURS.settings, "adopt": "rebase"}, variant=Variant(keeps=True),
+            cluster={"slowest": 3.0, "stragglers": 1}),
+    replace(OURS, cluster={"late": 2, "late_seconds": 12.0}),
+    replace(THEIRS, cluster={"late": 2, "late_seconds": 12.0}),
     replace(OURS, cluster={"absent": 0.3, "absence_seconds": 3}),
     replace(OURS, cluster={"chips": 2_400_000}),
-], ids=lambda cell: f"{cell.method} {dict(cell.cluster)} {cell.merge}")  # fmt: skip
+], ids=lambda cell: f"{cell.method} {dict(cell.cluster)} {dict(cell.settings)} {cell.variant.merge}")  # fmt: skip
 def test_every_method_trains_and_is_a_function_of_its_seed(cell: Cell) -> None:
     corpus = load_corpus(None, TASK.sequence_length)
     first, again = train(cell, 1, corpus), train(cell, 1, corpus)
     assert first == again
     assert first.val_b < 5.2, "better than what it began with, 5.55"
     assert first.tokens > 0
+
+
+def test_equal_tokens_are_merged_however_often_learners_are_away() -> None:
+    corpus = load_corpus(None, TASK.sequence_length)
+    there = replace(OURS, steps=96)
+    away = replace(there, cluster={"absent": 0.5, "absence_seconds": 5.0})
+    everything, less, equal = (train(c, 1, corpus) for c in (there, away, replace(away, equal_tokens=True)))
+    assert less.tokens_merged < 0.9 * everything.tokens_merged
+    assert math.isclose(equal.tokens_merged, everything.tokens_merged, rel_tol=0.02)
+
+
+def test_learners_that_come_late_shorten_a_run_of_as_many_tokens_and_make_batches_larger() -> None:
+    corpus = load_corpus(None, TASK.sequence_length)
+    joined = replace(OURS, steps=18, cluster={"late": 2, "late_seconds": 12.0})
+    ours, theirs, alone = (train(c, 0, corpus) for c in (joined, replace(joined, method="data-parallel"), OURS))
+    assert theirs.tokens == (12 * 2 + 6 * 4) * TASK.tokens_per_step
+    assert math.isclose(ours.tokens, alone.tokens, rel_tol=0.1)
+    assert ours.figures["virtual_seconds"] < 0.85 * alone.figures["virtual_seconds"]
+
+
+def test_a_warm_start_is_a_lone_learner_s_model_and_all_methods_have_the_same() -> None:
+    corpus, warm = load_corpus(None, TASK.sequence_length), Variant(warm_steps=5)
+    cold, ours, theirs = (
+        begun(c, 0, corpus).state_dict() for c in (OURS, replace(OURS, variant=warm), replace(THEIRS, variant=warm))
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not all(torch.equal(ours[name], cold[name]) for name in ours)
+
+
+def test_the_outer_step_changes_over_the_run_as_its_variant_says() -> None:
+    settings = RunSettings(outer_lr=1.0, outer_momentum=0.8)
+    assert Variant().outer(settings, 0.3) is settings
+    falls = Variant(outer_lr_end=0.5, momentum_warmup=0.5)
+    seen = [(s.outer_lr, s.outer_momentum) for s in (falls.outer(settings, f) for f in (0.0, 0.25, 0.5, 1.0))]
+    assert seen == [(1.0, 0.0), (0.875, 0.4), (0.75, 0.8), (0.5, 0.8)]
+    assert [Variant(sync_every_end=48).sync_every(settings, f) for f in (0.0, 0.5, 1.0)] == [24, 36, 48]
+
+
+def test_who_had_no_part_in_a_merge_keeps_its_progress_where_that_is_tried() -> None:
+    corpus = load_corpus(None, TASK.sequence_length)
+    settings = replace(OURS, settings={**OURS.settings, "adopt": "rebase"}).run_settings(0)
+    substance = Trained(settings, TASK, corpus, variant=Variant(keeps=True))
+    keeps = substance.worker("a", 1, None)
+    keeps.step([])
+    before = keeps.session._exchange.replica.vector(keeps.plan.fragments[0]).clone()
+    old = substance.whole()[0].vector
+    new = Public(1, old + 1.0, "")
+    keeps.deliver(0, new)
+    trained = keeps.session._exchange.books.accounts[0].since
+    keeps.session._exchange.adopt(keeps.desk.boundary().arrivals, reset=False)
+    after = keeps.session._exchange.replica.vector(keeps.plan.fragments[0])
+    inside = torch.cat([torch.arange(slot.offset, slot.stop) for slot in keeps.plan.fragments[0].slots])
+    assert torch.allclose(after[inside], (before + 1.0)[inside])
+    assert keeps.session._exchange.books.accounts[0].since == trained, "what it did counts for the next merge"
+    keeps.close()
 
 
 def test_one_synchronous_learner_is_a_lone_one() -> None:
@@ -168,9 +264,11 @@ def test_a_cell_that_cannot_be_trained_does_not_keep_the_others_from_it(tmp_path
     assert (tmp_path / "pair.jsonl").read_text().count('"name": "theirs"') == 1
 
 
-def test_a_cell_is_what_its_map_says() -> None:
-    assert Cell.from_map(json.loads(json.dumps(OURS.to_map()))) == OURS
-    assert identity(OURS) != identity(replace(OURS, settings={"sync_every": 7}))
+def test_another_setting_is_another_cell_and_a_default_that_is_spelled_out_is_not() -> None:
+    others = [replace(OURS, settings={"sync_every": 7}), replace(OURS, cluster={"absent": 0.1}),
+              replace(OURS, task=replace(TASK, inner_lr=1.0)), replace(OURS, name="another")]  # fmt: skip
+    assert len({cell.identity for cell in [OURS, *others]}) == 5
+    assert OURS.identity == replace(OURS, settings={**OURS.settings, "outer_lr": 1.0}, learners=2).identity
 
 
 # --- suites ----------------------------------------------------------------------------------------------------------
@@ -181,7 +279,7 @@ def test_every_suite_can_be_run(name: str) -> None:
     for cell in made.cells:
         cell.run_settings(seed=0)
         plan, failures = ClusterPlan(**{"learners": cell.learners, **cell.cluster}), FailureModel(**cell.failures)
-        assert len(members_of(plan, failures, 0, 10.0)) == cell.learners
+        assert len(members_of(plan, failures, 0, 10.0)) == plan.learners + plan.late
 
 
 @pytest.mark.parametrize(
