@@ -6,7 +6,7 @@ it works; the others are what the project's evidence is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,16 +29,20 @@ BOUNDS: Mapping[int, float] = {2: 0.02, 4: 0.04, 8: 0.08}
 """M -> by how much Decoupled may exceed data-parallel at equal tokens, at the end of a long run."""
 
 INNER_LR: Mapping[str, Mapping[int, float]] = {
-    "data-parallel": {2: 24e-3, 4: 48e-3, 8: 48e-3},
+    "data-parallel": {2: 12e-3, 4: 48e-3, 8: 24e-3},
     "lone, its share": {1: 24e-3},
-    "lone, all tokens": {2: 24e-3, 4: 12e-3, 8: 12e-3},
-    "averaging each step": {2: 24e-3, 4: 48e-3, 8: 48e-3},
-    "DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
-    "Streaming DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
-    "Decoupled": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "lone, all tokens": {2: 12e-3, 4: 12e-3, 8: 6e-3},
+    "averaging each step": {2: 48e-3, 4: 48e-3, 8: 96e-3},
+    "DiLoCo": {2: 12e-3, 4: 24e-3, 8: 12e-3},
+    "Streaming DiLoCo": {2: 12e-3, 4: 24e-3, 8: 12e-3},
+    "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
 }
-"""Method -> M -> its own best inner learning rate at SMALL's size and T steps, of those in suite `inner-lr`."""
-LOW_RATES, HIGH_RATES = (6e-3, 12e-3, 24e-3, 48e-3), (12e-3, 24e-3, 48e-3, 96e-3)
+"""Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
+LONG_LR: Mapping[str, float] = {"data-parallel": 24e-3, "lone, its share": 24e-3, "Decoupled": 24e-3}
+"""Method -> the same at LONG's size, M = 4 and LONG_T steps, by suite `inner-lr-long`."""
+RATES = (12e-3, 24e-3, 48e-3)
+"""Tried with every method, and then the neighbours of the best."""
+LONG_T = 2400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,19 +150,32 @@ def _quick(name: str) -> Suite:
 
 
 def _inner(name: str) -> Suite:
-    cells: dict[str, Cell] = {}
-    groups: dict[str, list[str]] = {}
-    for learners in (2, 4, 8):
-        for method, cell in methods(SMALL, learners, T).items():
-            for rate in LOW_RATES if method.startswith("lone") else HIGH_RATES:
-                tried = replace(cell, name=f"{cell.name}, lr {rate:g}", task=replace(SMALL, inner_lr=rate))
-                if tried.name not in cells:
-                    groups.setdefault(f"{method} {cell.learners}", []).append(tried.name)
-                cells[tried.name] = tried
+    made = (cell for m in (2, 4, 8) for cell in methods(SMALL, m, T).values())
+    return _searched(name, "What is each method's own best inner learning rate?", made, seeds=2)
+
+
+def _inner_long(name: str) -> Suite:
+    made = methods(LONG, 4, LONG_T)
+    cells = (
+        replace(made[kind], task=replace(LONG, inner_lr=rate), name=f"{made[kind].name}, {LONG_T} steps")
+        for kind, rate in LONG_LR.items()
+    )
+    return _searched(name, "And in a longer run with larger batches?", cells, seeds=1)
+
+
+def _searched(name: str, asks: str, cells: Iterable[Cell], *, seeds: int) -> Suite:
+    """Each cell at several inner learning rates, on both sides of its own."""
+    groups: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        own = cell.task.inner_lr
+        groups[cell.name] = {
+            (tried := f"{cell.name}, lr {rate:g}"): replace(cell, name=tried, task=replace(cell.task, inner_lr=rate))
+            for rate in sorted({*RATES, own / 2, own, own * 2})
+        }
+    found = tuple(cell for group in groups.values() for cell in group.values())
     return Suite(
-        name=name, asks="What is each method's own best inner learning rate?", cells=tuple(cells.values()), seeds=2,
-        part="A", groups=[tuple(group) for group in groups.values()],
-    )  # fmt: skip
+        name=name, asks=asks, cells=found, seeds=seeds, part="A", groups=[tuple(group) for group in groups.values()]
+    )
 
 
 def _learners(name: str) -> Suite:
@@ -179,8 +196,8 @@ def _budget(name: str) -> Suite:
         for learners, bound in BOUNDS.items():
             made = methods(LONG, learners, steps)
             parallel, alone, ours = (
-                replace(made[kind], name=f"{made[kind].name}, {steps} steps")
-                for kind in ("data-parallel", "lone, its share", "Decoupled")
+                replace(made[kind], name=f"{made[kind].name}, {steps} steps", task=replace(LONG, inner_lr=rate))
+                for kind, rate in LONG_LR.items()
             )
             cells |= {cell.name: cell for cell in (parallel, alone, ours)}
             contrasts.append(
@@ -203,7 +220,7 @@ def _batch(name: str) -> Suite:
         rows = [
             replace(alone, name=f"{batch * SMALL.sequence_length} tokens, lr {rate:g}",
                     task=replace(alone.task, inner_lr=rate))
-            for rate in LOW_RATES
+            for rate in (6e-3, *RATES)
         ]  # fmt: skip
         cells += rows
         contrasts.append(tuple(row.name for row in rows))
@@ -430,6 +447,7 @@ def _gap(name: str) -> Suite:
 SUITES: dict[str, Callable[[str], Suite]] = {
     "quick": _quick,
     "inner-lr": _inner,
+    "inner-lr-long": _inner_long,
     "batch": _batch,
     "learners": _learners,
     "budget": _budget,

@@ -1,0 +1,64 @@
+"""What int4's block size costs: held-out loss and bytes a parameter, for blocks of 32 to 512 values that share a scale.
+
+    python benchmarks/block_size.py [--seeds 4] [--jobs 2]
+
+The block size is a constant of the wire format (ALIGN in common/fragments.py), so each size is tried in processes of
+its own, in which that constant was changed before anything else was loaded. M = 4, int4 both ways, T = 480, the model
+of the suites of `diloco compare`. About two minutes on two cores.
+"""
+
+# ruff: noqa: PLC0415 what is imported must find the constant changed
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from statistics import mean
+
+from decoupled_diloco.common import fragments
+from rich.console import Console
+from rich.table import Table
+
+SIZES = (32, 64, 128, 256, 512)
+
+
+def one(block: int, seed: int) -> tuple[int, int, float, float, float]:
+    """(block, seed, loss on part A, on part B, payload bytes a parameter) of one training run."""
+    fragments.ALIGN = block
+    from decoupled_diloco.common.codec import encoded_bytes
+    from decoupled_diloco.common.log import configure
+    from decoupled_diloco.learner.text import load_corpus
+    from decoupled_diloco.simulator.methods import train
+    from decoupled_diloco.simulator.suites import SMALL, T, methods
+
+    configure("benchmark", level="warning")
+    result = train(methods(SMALL, 4, T)["Decoupled"], seed, load_corpus(None, SMALL.sequence_length))
+    length = 512 * 1024
+    return block, seed, result.val_a, result.val_b, encoded_bytes("int4", length) / length
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    jobs = [(block, seed) for seed in range(given.seeds) for block in SIZES]
+    with ProcessPoolExecutor(
+        given.jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
+        found = list(pool.map(one, *zip(*jobs, strict=True)))
+    table = Table("block", "part A", "part B", "against 128 (part A)", "bytes a parameter")
+    usual = {seed: a for block, seed, a, _, _ in found if block == 128}
+    for size in SIZES:
+        rows = [row for row in found if row[0] == size]
+        against = mean(a / usual[seed] - 1 for _, seed, a, _, _ in rows)
+        table.add_row(
+            str(size), f"{mean(r[2] for r in rows):.4f}", f"{mean(r[3] for r in rows):.4f}", f"{against:+.2%}",
+            f"{rows[0][4]:.4f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
