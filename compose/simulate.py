@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..common.config import RunSettings, TaskSettings
-from ..common.errors import SettingError
+from ..common.errors import DilocoError, SettingError
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
 from .environment import Command, Group
 from .options import made_of, options_of
@@ -187,19 +187,23 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
     for option, value, most in (("--seeds", seeds, 1000), ("--jobs", jobs, 1000), ("--minutes", minutes, 1e6)):
         if not 0 <= value <= most:
             raise SettingError(f"{option} must lie between 0 and {most:g}, not {value:g}")
-    ends_at = time.monotonic() + 60 * (minutes or math.inf)
-    told = []
+    ends_at, told, failed = time.monotonic() + 60 * (minutes or math.inf), [], []
     for wanted in map(suite, SUITES if given["suite"] == "full" else [given["suite"]]):
-        results = comparing.run(
+        results, untrained = comparing.run(
             wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
             minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: click.echo(sentence, err=True),
         )  # fmt: skip
+        failed += untrained
+        if not results.rows:
+            continue
         paths = comparing.write(results, out)
-        found = [vars(d) | {"verdict": d.verdict} for d in comparing.differences(wanted, results.rows)]
+        found = [each.to_json() for each in comparing.differences(wanted, results.rows)]
         told.append({"suite": wanted.name, "rows": results.rows, "differences": found})
         if not as_json:
             click.echo(comparing.markdown(results))
             click.echo("in " + ", ".join(map(str, paths)))
     if as_json:
-        click.echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0]))
+        click.echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0] if told else {}))
+    if failed:
+        raise DilocoError(f"{len(failed)} could not be trained, the first is {failed[0]}; the rest is kept in {out}")
     return 0

@@ -10,10 +10,12 @@ import csv
 import json
 import math
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -38,7 +40,7 @@ STUDENT_95 = (
 
 
 UNEQUAL_TOKENS = 0.02
-"""Cells of which both the tokens trained on and the tokens merged differ by more are not held against each other."""
+"""Cells whose tokens differ by more, with any seed, are not held against each other, unless that is the question."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,26 @@ class Difference:
     """95 % interval of the mean; infinite with a single seed."""
     seeds: int
     tokens: float = 0.0
-    """By how many more the cell was trained on, or by how many more were merged, whichever share is the smaller."""
+    """By how much more of its tokens were counted (trained on, or merged); of the share with the seed where it differs
+    most.
+    """
+    unequal: bool = False
+    """That they differ is what is asked."""
     kept: float | None = None
     """Of what the reference gains over a lone learner, the share that the cell gains as well."""
     line: str = ""
     at: float = 0.0
     """Where it stands in a picture of trends (simulator/suites.py)."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; an interval that one seed does not give is null."""
+        ends = {name: end if math.isfinite(end) else None for name, end in (("low", self.low), ("high", self.high))}
+        return {**vars(self), **ends, "verdict": self.verdict}
+
     @property
     def verdict(self) -> str:
         """What the interval lets us say."""
-        if abs(self.tokens) > UNEQUAL_TOKENS:
+        if abs(self.tokens) > UNEQUAL_TOKENS and not self.unequal:
             return f"nothing: {self.tokens:+.1%} tokens"
         if self.within is None:
             return "better" if self.high < 0 else "worse" if self.low > 0 else "no difference shown"
@@ -87,21 +98,16 @@ def _difference(contrast: Contrast, rows: Sequence[dict[str, Any]], figure: str)
     if not seeds:
         return None
     ours, theirs, *alone = ([found[seed] for seed in seeds] for found in losses)
-    more = min((_more(rows, names, seeds, counted) for counted in ("tokens", "tokens_merged")), key=abs)
+    counted = "tokens_merged" if contrast.equal == "merged" else "tokens"
+    tokens, others = (_by_seed(rows, name, counted) for name in names[:2])
     relative = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
     low, high = interval(relative)
     return Difference(
         contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds),
-        0.0 if contrast.unequal else more,
+        max((tokens[s] / others[s] - 1 for s in seeds), key=abs), contrast.equal == "neither",
         (mean(alone[0]) - mean(ours)) / (mean(alone[0]) - mean(theirs)) if alone else None,
         contrast.line, contrast.at,
     )  # fmt: skip
-
-
-def _more(rows: Sequence[dict[str, Any]], names: Sequence[str], seeds: Sequence[int], counted: str) -> float:
-    """By how much more of what is `counted` the first has than the second, on average over seeds."""
-    ours, theirs = (_by_seed(rows, name, counted) for name in names[:2])
-    return mean(ours[seed] / theirs[seed] - 1 for seed in seeds)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -129,9 +135,9 @@ class Results:
         self.path, self.suite, self._text = folder / f"{suite.name}.jsonl", suite, text
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = self.path.read_text("utf-8") if self.path.exists() else ""
-        except OSError as wrong:
-            raise SettingError(f"{folder} cannot be used: {wrong.strerror or wrong}; name another --out") from wrong
+            written = self._whole_lines()
+        except (OSError, UnicodeDecodeError) as wrong:
+            raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
         known = {cell.identity: cell.name for cell in suite.cells}
         self.rows = [row for row in self._parsed(written) if row["cell"] in known and row["text"] == text]
         """Of this suite and text as they are now; what was trained with other settings does not count."""
@@ -147,11 +153,23 @@ class Results:
     def add(self, row: dict[str, Any]) -> None:
         row = {**row, "text": self._text}
         self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as wrong:
+            raise DilocoError(f"{self.path} cannot be written: {_why(wrong)}") from wrong
 
-    def _parsed(self, written: str) -> Iterator[dict[str, Any]]:
-        lines = written.split("\n")[:-1]  # one that was killed leaves half a line behind the last whole one
+    def _whole_lines(self) -> list[str]:
+        """What stands in the file; half a line, which one who was killed left at the end, is taken away."""
+        if not self.path.exists():
+            return []
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            os.truncate(self.path, len(whole))
+        return whole.decode().splitlines()
+
+    def _parsed(self, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
@@ -160,6 +178,10 @@ class Results:
             if not isinstance(row, dict) or not row.keys() >= COLUMNS:
                 raise SettingError(f"{self.path}, line {number}: no result of a comparison")
             yield row
+
+
+def _why(wrong: OSError | UnicodeDecodeError) -> str:
+    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else "it is no text"
 
 
 def run(
@@ -171,34 +193,52 @@ def run(
     jobs: int,
     minutes: float,
     said: Callable[[str], None],
-) -> Results:
-    """Train what is missing of the suite, `jobs` at a time, for `minutes` at most (what is begun is finished)."""
-    began = time.monotonic()
-    longest = max(cell.task.sequence_length for cell in suite.cells)
-    results = Results(folder, suite, load_corpus(data, longest).sha256)
-    failed: list[str] = []
-    waits, total = list(results.missing(seeds)), len(suite.cells) * seeds
+) -> tuple[Results, list[str]]:
+    """Train what is missing of the suite, `jobs` at a time, for `minutes` at most; what is begun is finished, also
+    after a first Ctrl-C. Gives the results, and which cells could not be trained.
+    """
+    ends_at = time.monotonic() + 60 * minutes
+    corpus = load_corpus(data, max(cell.task.sequence_length for cell in suite.cells))
+    if not corpus.holds_out:
+        raise SettingError(f"{corpus.source} is too small to hold anything out for judging; give --data more text")
+    results = Results(folder, suite, corpus.sha256)
+    waits, total, failed = list(results.missing(seeds)), len(suite.cells) * seeds, list[str]()
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_own_threads) as pool:
         running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
-        while waits or running:
-            while waits and len(running) < jobs and time.monotonic() - began < 60 * minutes:
-                cell, seed = waits.pop(0)
-                running[pool.submit(_one, cell, seed, data)] = (cell, seed)
-            if not running:
-                break
+
+        def collect() -> None:
             done = next(as_completed(running))
             cell, seed = running.pop(done)
             try:
                 results.add(done.result())
+            except BrokenProcessPool as wrong:
+                raise DilocoError(f"a process that trained {cell.name} was killed; is there memory for it?") from wrong
             except DilocoError as wrong:  # another cell may well be trained
                 said(f"{cell.name}, seed {seed}: {wrong}")
                 failed.append(f"{cell.name}, seed {seed}")
-                continue
+                return
             left = total - len([r for r in results.rows if r["seed"] < seeds])
-            said(f"{cell.name}, seed {seed}: {results.rows[-1]['val_b']:.4f} nats per byte ({left} of {total} left)")
-    if failed:
-        raise DilocoError(f"{len(failed)} of {total} could not be trained, the first is {failed[0]}; the rest is kept")
-    return results
+            loss = results.rows[-1][f"val_{suite.part.lower()}"]
+            said(f"{cell.name}, seed {seed}: {loss:.4f} nats per byte ({left} of {total} left)")
+
+        try:
+            while waits or running:
+                while waits and len(running) < jobs and time.monotonic() < ends_at:
+                    cell, seed = waits.pop(0)
+                    running[pool.submit(_one, cell, seed, data)] = (cell, seed)
+                if not running:
+                    break
+                collect()
+        except KeyboardInterrupt:
+            said("what is being trained is finished and kept; Ctrl-C once more drops it")
+            try:
+                while running:
+                    collect()
+            except KeyboardInterrupt:
+                for process in pool._processes.values():  # noqa: SLF001 nothing public ends them
+                    process.terminate()
+            raise
+    return results, failed
 
 
 def _own_threads() -> None:
@@ -219,16 +259,21 @@ def _one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
 
 # --- what is left behind ---------------------------------------------------------------------------------------------
 def write(results: Results, folder: Path) -> list[Path]:
-    """SUITE.csv, SUITE.md and SUITE.png."""
+    """SUITE.csv, SUITE.md and SUITE.png; a suite without contrasts has no picture."""
     name = results.suite.name
     table, page, picture = (folder / f"{name}.{kind}" for kind in ("csv", "md", "png"))
     columns = list(dict.fromkeys(key for row in results.rows for key in row))
-    with table.open("w", newline="") as file:
-        rows = csv.DictWriter(file, columns)
-        rows.writeheader()
-        rows.writerows(sorted(results.rows, key=lambda r: (r["name"], r["seed"])))
-    page.write_text(markdown(results))
-    draw(results, picture)
+    try:
+        with table.open("w", newline="") as file:
+            rows = csv.DictWriter(file, columns)
+            rows.writeheader()
+            rows.writerows(sorted(results.rows, key=lambda r: (r["name"], r["seed"])))
+        page.write_text(markdown(results))
+        if not differences(results.suite, results.rows):
+            return [table, page]
+        draw(results, picture)
+    except OSError as wrong:
+        raise DilocoError(f"{folder} cannot be written: {_why(wrong)}") from wrong
     return [table, page, picture]
 
 
@@ -240,10 +285,11 @@ def markdown(results: Results) -> str:
     asks = suite.asks + (" Judged on part A." if suite.part == "A" else "")
     lines = [
         f"## {suite.name}: {asks}", "",
-        f"{_sizes(suite)}; seeds {', '.join(map(str, seeds))}; {hours:.2f} core-hours.", "",
+        f"{_sizes(suite)}; {len(seeds)} seeds; {hours:.2f} core-hours.", "",
         f"    diloco compare --suite {suite.name} --seeds {len(seeds)}", "",
-        _row(["cell", "tokens", "merged", "part A", "part B", *(f.replace("_", " ") for f in suite.figures)]),
-        "|---" * (5 + len(suite.figures)) + "|",
+        _row(["cell", "tokens", "merged", "part A", "part B", *(f.replace("_", " ") for f in suite.figures),
+              "seeds"]),
+        "|---" * (6 + len(suite.figures)) + "|",
     ]  # fmt: skip
     for cell in suite.cells:
         own = [row for row in rows if row["name"] == cell.name]
@@ -251,7 +297,7 @@ def markdown(results: Results) -> str:
             lines.append(_row([
                 cell.name, *(f"{mean(r[count] for r in own):,.0f}" for count in ("tokens", "tokens_merged")),
                 *(f"{mean(r[part] for r in own):.4f}" for part in ("val_a", "val_b")),
-                *(_figure(figure, own) for figure in suite.figures),
+                *(_figure(figure, own) for figure in suite.figures), str(len(own)),
             ]))  # fmt: skip
     return "\n".join([*lines, *_contrasts(differences(suite, rows)), *_bests(suite, rows)]) + "\n"
 
@@ -281,25 +327,30 @@ def _contrasts(found: Sequence[Difference]) -> list[str]:
     if not found:
         return []
     keeps = any(d.kept is not None for d in found)
-    lines = ["", _row(["cell", "against", "difference", "95 % interval", "what it shows"] + ["gain kept"] * keeps)]
-    lines.append("|---" * (5 + keeps) + "|")
+    head = ["cell", "against", "difference", "95 % interval", "seeds", "tokens", "what it shows"] + [
+        "gain kept"
+    ] * keeps
+    lines = ["", _row(head), "|---" * len(head) + "|"]
     for d in found:
         span = f"{d.low:+.2%} to {d.high:+.2%}" if math.isfinite(d.high) else "one seed"
         kept = [f"{d.kept:.0%}" if d.kept is not None else ""] if keeps else []
-        lines.append(_row([d.cell, d.against, f"{d.mean:+.2%}", span, d.verdict, *kept]))
+        lines.append(
+            _row([d.cell, d.against, f"{d.mean:+.2%}", span, str(d.seeds), f"{d.tokens:+.1%}", d.verdict, *kept])
+        )
     return lines
 
 
 def _bests(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each group of a search its best cell, and whether something better may lie beyond the grid."""
-    lines = ["", _row(["best", "part " + suite.part, "where"]), "|---|---|---|"] if suite.groups else []
+    """Of each group of a search its best cell over the seeds that all have, and whether a better one may lie beyond."""
+    lines = ["", _row(["best", "part " + suite.part, "where", "seeds"]), "|---|---|---|---|"] if suite.groups else []
     for group in suite.groups:
-        losses = {name: list(_by_seed(rows, name, f"val_{suite.part.lower()}").values()) for name in group}
-        means = {name: mean(found) for name, found in losses.items() if found}
-        if means:
+        losses = {name: _by_seed(rows, name, f"val_{suite.part.lower()}") for name in group}
+        seeds = set.intersection(*(set(found) for found in losses.values()))
+        if seeds:
+            means = {name: mean(found[seed] for seed in seeds) for name, found in losses.items()}
             best = min(means, key=means.__getitem__)
-            edge = best in (group[0], group[-1])
-            lines.append(_row([best, f"{means[best]:.4f}", "at the grid's edge" if edge else "inside the grid"]))
+            where = "at the grid's edge" if best in (group[0], group[-1]) else "inside the grid"
+            lines.append(_row([best, f"{means[best]:.4f}", where, str(len(seeds))]))
     return lines
 
 

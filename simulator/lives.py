@@ -79,13 +79,15 @@ def _check(plan: ClusterPlan, failures: FailureModel) -> None:
     """What would be ignored is an error: chips have the failure model's pace and absences, the others their own."""
     ours, theirs = {f.name: f.default for f in fields(ClusterPlan)}, {f.name: f.default for f in fields(FailureModel)}
     if plan.chips:
-        names = ("absent", "slowest", "absence_seconds", "stragglers", "late")
+        names = ("absent", "slowest", "absence_seconds", "stragglers", "late", "late_seconds")
         idle = [n for n in names if getattr(plan, n) != ours[n]]
         if idle:
             raise SettingError(f"{flag(idle[0])} is for learners without chips; with --chips slices fail and return")
     else:
         if plan.stragglers and plan.slowest == 1:
             raise SettingError("--stragglers are as fast as all others: say by --slowest how slow they are")
+        if plan.absence_seconds != ours["absence_seconds"] and not plan.absent:
+            raise SettingError("--absence-seconds is how long an absence lasts: say by --absent how much there is")
         if plan.late_seconds and not plan.late:
             raise SettingError("--late-seconds is when further learners come: say by --late how many")
         idle = [n for n, default in theirs.items() if n != "step_seconds" and getattr(failures, n) != default]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..common.codec import decode_delta, encode_delta
 from ..common.config import RunSettings, TaskSettings
-from ..common.errors import SettingError
+from ..common.errors import Diverged, SettingError
 from ..learner.evaluate import evaluate, validation_windows
 from ..learner.loop import inner_step, make_optimizer, schedule
 from ..learner.replica import Replica
@@ -36,8 +37,15 @@ Method = Literal["data-parallel", "lone", "synchronous", "decoupled"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """data-parallel: one model on the batches of all learners at once. lone: one learner by itself. synchronous: all wait
 for one another every H steps (DiLoCo; with H = 1 averaging at every step). decoupled: a virtual run."""
+REVISION = 2
+"""Of what is trained by a cell: to be raised when a method changes, so that older results do not count."""
+LEAD_STEPS = 3
+"""Inner steps that learners of a virtual run take beyond its T: until the first round opens, and while the last ones
+are drained. T is so much shorter than the steps of the other methods."""
 NEARLY = 0.002
 """Share by which tokens may differ where they are made equal."""
+LONGEST_STRETCH = 32
+"""So many times as long a run is made at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +77,20 @@ class Cell:
 
     @property
     def identity(self) -> str:
-        """16 hex digits that stand for all that this cell is made of: another setting, or another default of a run's
-        settings, is another cell.
-        """
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("settings", "task", "variant")}
-        given = {name: value for name, value in own.items() if name in ("name", "method") or value != _usual(name)}
-        given |= {name: value for name, value in vars(self.variant).items() if value != getattr(USUAL, name)}
-        whole = {**given, "settings": self.run_settings(0).to_map(), "task": self.task.to_map()}
+        """16 hex digits that stand for all that this cell is made of, defaults included."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        made = {
+            "settings": self.run_settings(0), "task": self.task, "variant": self.variant,
+            "cluster": self.cluster_plan(), "failures": FailureModel(**self.failures),
+        }  # fmt: skip
+        whole = own | {name: vars(part) for name, part in made.items()} | {"revision": REVISION}
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:16]
 
     def run_settings(self, seed: int) -> RunSettings:
         return RunSettings(**{"steps": self.steps, "seed": seed, **self.settings})
 
-
-def _usual(name: str) -> Any:
-    """The value of a field of Cell that nobody gave."""
-    (spec,) = (f for f in fields(Cell) if f.name == name)
-    return spec.default if spec.default_factory is MISSING else spec.default_factory()
+    def cluster_plan(self) -> ClusterPlan:
+        return ClusterPlan(**{"learners": self.learners, **self.cluster})
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,13 @@ class Result:
 
 
 def train(cell: Cell, seed: int, corpus: Corpus) -> Result:
-    """Run one cell. SettingError where its settings cannot be."""
+    """Run one cell. SettingError where its settings cannot be, Diverged where no number comes out."""
     torch.set_num_threads(1)
     kinds = {"data-parallel": _data_parallel, "lone": _lone, "synchronous": _synchronous, "decoupled": _decoupled}
     trial = kinds[cell.method](cell, seed, corpus, begun(cell, seed, corpus))
     a, b = (_judge(trial.model, corpus, part, cell.task, seed) for part in ("A", "B"))
+    if not math.isfinite(a + b):
+        raise Diverged(f"{cell.name}, seed {seed}: the model's loss is not finite; lower the inner learning rate")
     merged = int(trial.figures.get("tokens_merged", trial.tokens))
     return Result(round(a, 6), round(b, 6), trial.tokens, merged, trial.figures)
 
@@ -122,7 +129,7 @@ def begun(cell: Cell, seed: int, corpus: Corpus) -> Transformer:
         corpus.train, task.batch_sequences, task.sequence_length, seed=seed, name="before", incarnation=1
     )  # fmt: skip
     for step in range(cell.variant.warm_steps):
-        inner_step(model, optimizer, *next(drawn_from), task.inner_lr * schedule(0.0, step))
+        inner_step(model, optimizer, *next(drawn_from), cell.variant.warm_lr * schedule(0.0, step))
     return model
 
 
@@ -154,7 +161,7 @@ class Trial:
 
 def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
     """The gradient of all batches at every step. Learners that come late make the batch larger from then on."""
-    plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
+    plan = cell.cluster_plan()
     optimizer, drawn_from, tokens = make_optimizer(model), streams(cell, seed, corpus, plan.learners + plan.late), 0
     for step in range(cell.steps):
         there = plan.learners + (plan.late if step * plan.step(0.0) >= plan.late_seconds else 0)
@@ -207,8 +214,8 @@ def _delta(public: Tensor, theta: Tensor, settings: RunSettings) -> Tensor:
 
 def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
     """A virtual run of the production parts."""
-    plan = ClusterPlan(**{"learners": cell.learners, **cell.cluster})
-    failures, settings = FailureModel(**cell.failures), cell.run_settings(seed)
+    plan, failures, settings = cell.cluster_plan(), FailureModel(**cell.failures), cell.run_settings(seed)
+    settings = replace(settings, steps=max(1, settings.steps - LEAD_STEPS))
     if cell.equal_tokens:
         settings = replace(settings, steps=steps_for_equal_tokens(plan, failures, settings, cell.task))
     trained = Trained(settings, cell.task, corpus, variant=cell.variant, model=model)
@@ -226,7 +233,8 @@ def steps_for_equal_tokens(
 ) -> int:  # fmt: skip
     """T with which this cluster merges as many tokens as `settings.steps` bring where nothing fails and all are alike.
 
-    Found by runs that only count: what fails is a function of the seed, and not of what is trained.
+    Found by runs that only count: what fails is a function of the seed, and not of what is trained. SettingError if no
+    run of bearable length does.
     """
     _, cut = version_zero(settings, task)
 
@@ -235,12 +243,18 @@ def steps_for_equal_tokens(
         counted = Counted(
             asked, parameters=cut.parameters, tokens_a_step=task.tokens_per_step, fragments=cut.P
         )  # fmt: skip
-        return max(1, int(cluster_of(plan, failures, asked, counted).run().figures["tokens_merged"]))
+        return int(cluster_of(plan, failures, asked, counted).run().figures["tokens_merged"])
 
-    wanted, steps = merged(ClusterPlan(learners=plan.learners), FailureModel(), settings.steps), settings.steps
-    for _ in range(4):
-        found = merged(plan, failures, steps)
-        if abs(found / wanted - 1) < NEARLY:
-            break
-        steps = max(1, round(steps * wanted / found))
-    return steps
+    wanted = merged(ClusterPlan(learners=plan.learners), FailureModel(), settings.steps)
+    below, above = 0, settings.steps
+    while merged(plan, failures, above) < wanted * (1 - NEARLY):
+        below, above = above, 2 * above
+        if above > LONGEST_STRETCH * settings.steps:
+            raise SettingError(f"even {below} steps do not merge as many tokens as {settings.steps} without failures")
+    while above - below > 1:
+        middle = (below + above) // 2
+        if merged(plan, failures, middle) < wanted * (1 - NEARLY):
+            below = middle
+        else:
+            above = middle
+    return above

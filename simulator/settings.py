@@ -97,6 +97,10 @@ class ClusterPlan:
             _at_most(self, name, MOST_SECONDS)
         if self.params >= MAX_COUNT:
             raise SettingError(f"--params must be below 2^53, not {self.params:g}")
+        if self.params != ClusterPlan.params and not self.cost_only:
+            raise SettingError(
+                "--params is for --cost-only; a model that is trained is as large as --layers and --width say"
+            )
 
     def step(self, chips_step_seconds: float) -> float:
         """Virtual seconds of the fastest learner's inner step; the argument is what a failure model has."""

@@ -1,7 +1,7 @@
 """What is compared with what: each suite is a list of cells, and which of them is held against which.
 
-A suite's first question stands in its name; its cells are trained for every seed. `quick` shows in minutes that all of
-it works; the others are what the project's evidence is made of.
+A suite's cells are trained for every seed. `quick` shows in minutes that all of it works; the others are what the
+project's evidence is made of.
 """
 
 from __future__ import annotations
@@ -25,24 +25,34 @@ TOKEN_SECONDS = 8e-6
 T, H = 480, 24
 MEAN = Variant(merge="mean")
 EXACT: Mapping[str, Any] = {"codec_up": "f32", "codec_down": "f32"}
+PUBLISHED: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
+"""DiLoCo's outer step in its paper."""
 BOUNDS: Mapping[int, float] = {2: 0.02, 4: 0.04, 8: 0.08}
 """M -> by how much Decoupled may exceed data-parallel at equal tokens, at the end of a long run."""
 
 INNER_LR: Mapping[str, Mapping[int, float]] = {
-    "data-parallel": {2: 12e-3, 4: 48e-3, 8: 24e-3},
+    "data-parallel": {2: 24e-3, 4: 48e-3, 8: 48e-3},
     "lone, its share": {1: 24e-3},
     "lone, all tokens": {2: 12e-3, 4: 12e-3, 8: 6e-3},
-    "averaging each step": {2: 48e-3, 4: 48e-3, 8: 96e-3},
-    "DiLoCo": {2: 12e-3, 4: 24e-3, 8: 12e-3},
-    "Streaming DiLoCo": {2: 12e-3, 4: 24e-3, 8: 12e-3},
+    "averaging each step": {2: 48e-3, 4: 48e-3, 8: 48e-3},
+    "DiLoCo": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+    "DiLoCo, lr 0.7, momentum 0.9": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "Streaming DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
     "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
 }
 """Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
-LONG_LR: Mapping[str, float] = {"data-parallel": 24e-3, "lone, its share": 24e-3, "Decoupled": 24e-3}
-"""Method -> the same at LONG's size, M = 4 and LONG_T steps, by suite `inner-lr-long`."""
+LONG_LR: Mapping[str, Mapping[int, float]] = {
+    "data-parallel": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "lone, its share": {1: 24e-3},
+    "Decoupled": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+}
+"""The same at LONG's size and LONG_T steps, by suite `inner-lr-long`."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
 LONG_T = 2400
+
+
+Equal = Literal["trained", "merged", "neither"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +62,8 @@ class Contrast:
     cell: str
     against: str
     within: float | None = None
-    unequal: bool = False
-    """Their tokens differ, and that is what is asked."""
+    equal: Equal = "trained"
+    """Which tokens are to be as many in both; neither: that they differ is what is asked."""
     alone: str = ""
     """A lone learner's cell: how much of what `against` gains over it does `cell` keep?"""
     line: str = ""
@@ -100,43 +110,48 @@ def suite(name: str) -> Suite:
     return SUITES[name](name)
 
 
-def methods(task: TaskSettings, learners: int, steps: int) -> dict[str, Cell]:
-    """The same tokens by every method, H = 24, each at its own best inner learning rate. All that merge take the same
-    outer step (lr 1, no momentum); the ancestors merge by the plain mean, as they were published.
+def methods(
+    task: TaskSettings, learners: int, steps: int, rates: Mapping[str, Mapping[int, float]] = INNER_LR
+) -> dict[str, Cell]:
+    """The same tokens by every method (a lone learner's share apart), H = 24, each at its inner learning rate in
+    `rates`, of the methods that stand there. Ancestors merge by the plain mean and in f32. All take the outer step that
+    is best in runs of this length (lr 1, no momentum), and DiLoCo its published one, too.
     """
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=task)
+    diloco = replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": H})
     streaming = {**preset("streaming", learners), **EXACT}
     made = {
         "data-parallel": replace(base, method="data-parallel"),
         "lone, its share": replace(base, method="lone", learners=1),
         "lone, all tokens": replace(base, method="lone", steps=steps * learners),
-        "averaging each step": replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": 1}),
-        "DiLoCo": replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": H}),
+        "averaging each step": replace(diloco, settings={**EXACT, "sync_every": 1}),
+        "DiLoCo": diloco,
+        "DiLoCo, lr 0.7, momentum 0.9": replace(diloco, settings={**diloco.settings, **PUBLISHED}),
         "Streaming DiLoCo": replace(base, variant=MEAN, settings={**streaming, "sync_every": H}),
         "Decoupled": replace(base, settings={"sync_every": H}),
     }
     return {
         name: replace(
-            cell, name=name + ("" if cell.learners == 1 else f", M={learners}"), task=_at_its_rate(name, cell)
+            cell,
+            name=name + ("" if cell.learners == 1 else f", M={learners}"),
+            task=replace(task, inner_lr=rates[name][cell.learners]),
         )
         for name, cell in made.items()
+        if name in rates
     }
-
-
-def _at_its_rate(method: str, cell: Cell) -> TaskSettings:
-    return replace(cell.task, inner_lr=INNER_LR[method][cell.learners])
 
 
 def _against_ancestors(learners: int) -> Iterator[Contrast]:
     tag = f", M={learners}"
     ours, parallel, alone = "Decoupled" + tag, "data-parallel" + tag, "lone, its share"
     yield Contrast(cell=ours, against="DiLoCo" + tag, within=0.005)
+    yield Contrast(cell=ours, against="DiLoCo, lr 0.7, momentum 0.9" + tag, within=0.005)
     yield Contrast(cell=ours, against="Streaming DiLoCo" + tag, within=0.005)
     yield Contrast(cell=ours, against=parallel, alone=alone)
     yield Contrast(cell="DiLoCo" + tag, against=parallel, alone=alone)
     yield Contrast(cell="averaging each step" + tag, against=parallel, alone=alone)
     yield Contrast(cell=ours, against="lone, all tokens" + tag)
-    yield Contrast(cell=ours, against=alone, unequal=True)
+    yield Contrast(cell=ours, against=alone, equal="neither")
 
 
 def _quick(name: str) -> Suite:
@@ -155,12 +170,8 @@ def _inner(name: str) -> Suite:
 
 
 def _inner_long(name: str) -> Suite:
-    made = methods(LONG, 4, LONG_T)
-    cells = (
-        replace(made[kind], task=replace(LONG, inner_lr=rate), name=f"{made[kind].name}, {LONG_T} steps")
-        for kind, rate in LONG_LR.items()
-    )
-    return _searched(name, "And in a longer run with larger batches?", cells, seeds=1)
+    made = {cell.name: cell for m in (2, 4, 8) for cell in methods(LONG, m, LONG_T, LONG_LR).values()}
+    return _searched(name, "And in a longer run with larger batches?", made.values(), seeds=1)
 
 
 def _searched(name: str, asks: str, cells: Iterable[Cell], *, seeds: int) -> Suite:
@@ -194,10 +205,10 @@ def _budget(name: str) -> Suite:
     budgets = (1200, 2400, 4800)
     for steps in budgets:
         for learners, bound in BOUNDS.items():
-            made = methods(LONG, learners, steps)
+            made = methods(LONG, learners, steps, LONG_LR)
             parallel, alone, ours = (
-                replace(made[kind], name=f"{made[kind].name}, {steps} steps", task=replace(LONG, inner_lr=rate))
-                for kind, rate in LONG_LR.items()
+                replace(made[kind], name=f"{made[kind].name}, {steps} steps")
+                for kind in ("data-parallel", "lone, its share", "Decoupled")
             )
             cells |= {cell.name: cell for cell in (parallel, alone, ours)}
             contrasts.append(
@@ -214,7 +225,7 @@ def _budget(name: str) -> Suite:
 
 def _batch(name: str) -> Suite:
     """As many tokens in smaller and larger batches."""
-    cells, contrasts = [], []
+    cells, groups = [], []
     for batch in (2, 4, 8, 16, 32, 64):
         alone = methods(replace(SMALL, batch_sequences=batch), 4, T * 32 // batch)["lone, its share"]
         rows = [
@@ -223,9 +234,9 @@ def _batch(name: str) -> Suite:
             for rate in (6e-3, *RATES)
         ]  # fmt: skip
         cells += rows
-        contrasts.append(tuple(row.name for row in rows))
+        groups.append(tuple(row.name for row in rows))
     asks = "From which batch on does a learner lose by a larger one at equal tokens (the critical batch)?"
-    return Suite(name=name, asks=asks, cells=tuple(cells), seeds=2, part="A", groups=contrasts)
+    return Suite(name=name, asks=asks, cells=tuple(cells), seeds=2, part="A", groups=groups)
 
 
 def _varied(
@@ -235,8 +246,14 @@ def _varied(
     """Decoupled runs that differ in the fields of `rows`, each held against the row `against`."""
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=SMALL)
     made = (replace(base, name=row, **fields) for row, fields in rows.items())
-    cells = tuple(replace(cell, task=_at_its_rate("Decoupled", cell)) for cell in made)
-    contrasts = tuple(Contrast(cell=row, against=against, within=within.get(row)) for row in rows if row != against)
+    rates = INNER_LR["Decoupled"]
+    cells = tuple(replace(cell, task=replace(cell.task, inner_lr=rates[cell.learners])) for cell in made)
+    reference = next(cell for cell in cells if cell.name == against)
+    contrasts = tuple(
+        Contrast(cell=cell.name, against=against, within=within.get(cell.name),
+                 equal="merged" if cell.equal_tokens else "trained")
+        for cell in cells if cell is not reference
+    )  # fmt: skip
     return Suite(name=name, asks=asks, cells=cells, contrasts=contrasts, seeds=seeds, **more)
 
 
@@ -265,14 +282,16 @@ def _codecs(name: str) -> Suite:
 def _pace(name: str) -> Suite:
     """Paper, Table 5; all merge the same tokens."""
     half = {"cluster": {"slowest": 2.0, "stragglers": 1}, "equal_tokens": True}
+    spread = {"cluster": {"slowest": 1.7}, "equal_tokens": True}
     rows: dict[str, dict[str, Any]] = {
         "all equal": {},
         "one at half speed, K=1, grace": half,
         "one at half speed, K=1, no grace": {**half, "settings": {"grace_seconds": 0.0}},
         "one at half speed, K=M, no grace": {**half, "settings": {"quorum": 4, "grace_seconds": 0.0}},
-        "one at half speed, gamma 0.4": {**half, "settings": {"gamma": 0.4}},
-        "one at half speed, gamma 0.95": {**half, "settings": {"gamma": 0.95}},
-        "evenly up to twice as slow, K=1, grace": {"cluster": {"slowest": 2.0}, "equal_tokens": True},
+        "up to 1.7 times as slow, K=1, gamma 0.8": spread,
+        "up to 1.7 times as slow, K=1, gamma 0.4": {**spread, "settings": {"gamma": 0.4}},
+        "up to 1.7 times as slow, K=1, gamma 0.2": {**spread, "settings": {"gamma": 0.2}},
+        "up to 1.7 times as slow, K=1, no grace": {**spread, "settings": {"grace_seconds": 0.0}},
     }
     return _varied(
         name, "Who waits for whom when speeds differ?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
@@ -307,7 +326,7 @@ def _absence(name: str) -> Suite:
     return replace(
         made,
         cells=(*made.cells, shorter),
-        contrasts=(*made.contrasts, Contrast(cell=shorter.name, against="always there", unequal=True)),
+        contrasts=(*made.contrasts, Contrast(cell=shorter.name, against="always there", equal="neither")),
     )
 
 
@@ -341,7 +360,7 @@ def _adoption(name: str) -> Suite:
         Contrast(cell=f"{how}, M={m}", against=f"overwrite, M={m}") for m in (2, 4, 8) for how in ("rebase", "mix")
     ]
     tag = ", one at half speed"
-    pairs += [Contrast(cell=how + tag, against="overwrite" + tag, unequal=True) for how in ("rebase", "keep")]
+    pairs += [Contrast(cell=how + tag, against="overwrite" + tag, equal="neither") for how in ("rebase", "keep")]
     return replace(made, contrasts=tuple(pairs), part="A")
 
 
@@ -374,26 +393,29 @@ def _outer_elsewhere(name: str) -> Suite:
 
 
 def _cadence(name: str) -> Suite:
-    rows: dict[str, dict[str, Any]] = {f"H={h}": {"settings": {"sync_every": h}} for h in (1, 12, 24, 48, 96)}
-    rows["H=1"] = {"settings": {"sync_every": 1, "fragments": 1, "overlap": 1}}
-    return _varied(name, "How often must a fragment be merged?", rows, "H=24", {}, seeds=5, part="A")
+    """H = 1 by the synchronous method: a fragment that travels takes as long as a step."""
+    rows: dict[str, dict[str, Any]] = {f"H={h}": {"settings": {"sync_every": h}} for h in (1, 6, 12, 24, 48, 96)}
+    rows["H=1"]["method"] = "synchronous"
+    return _varied(
+        name, "How often must a fragment be merged?", rows, "H=24", {}, seeds=5, part="A", figures=("useful_share",)
+    )
 
 
 def _warm(name: str) -> Suite:
     """Every method begins with what a lone learner came to in half as many steps."""
-    warm = Variant(warm_steps=T // 2)
+    warm = Variant(warm_steps=T // 2, warm_lr=INNER_LR["lone, its share"][1])
     cells, contrasts = [], []
     for variant, tag in ((Variant(), "from scratch"), (warm, "warm")):
         made = methods(SMALL, 4, T)
         named = {
             kind: replace(made[kind], name=f"{kind}, {tag}",
-                          variant=replace(made[kind].variant, warm_steps=variant.warm_steps))
+                          variant=replace(made[kind].variant, warm_steps=variant.warm_steps, warm_lr=variant.warm_lr))
             for kind in ("data-parallel", "DiLoCo", "Decoupled", "lone, its share")
         }  # fmt: skip
         ours = named["Decoupled"]
         momentum = replace(
             ours, name=f"Decoupled, lr 0.7, momentum 0.9, {tag}",
-            settings={**ours.settings, "outer_lr": 0.7, "outer_momentum": 0.9},
+            settings={**ours.settings, **PUBLISHED},
         )  # fmt: skip
         cells += [*named.values(), momentum]
         alone = named["lone, its share"].name
@@ -440,7 +462,7 @@ def _gap(name: str) -> Suite:
     ] + [Contrast(cell=cell.name, against=ours.name) for cell in tried]
     return Suite(
         name=name, asks="What closes the gap to data-parallel, M = 4?", cells=tuple(cells),
-        contrasts=tuple(contrasts), seeds=5,
+        contrasts=tuple(contrasts), seeds=5, part="A",
     )  # fmt: skip
 
 

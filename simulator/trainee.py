@@ -99,6 +99,8 @@ class Trainee:
         self.task = task
         self.share = 1.0
         """Of each batch that is trained on: a learner that lost slices works on less."""
+        self._owed = 0.0
+        """Sequences that rounding has left out so far, so that it is the share on average."""
         self.model = Transformer(task, settings.seed)
         self.optimizer = make_optimizer(self.model)
         self.me = Identity(
@@ -132,7 +134,9 @@ class Trainee:
     def step(self, calls: Sequence[Call]) -> float:
         self.desk.open_calls(calls)
         inputs, targets = next(self._batches)
-        rows = max(1, round(self.share * len(inputs)))
+        self._owed += self.share * len(inputs)
+        rows = min(len(inputs), max(1, round(self._owed)))
+        self._owed -= rows
         return train_on(
             self.session, self.model, self.optimizer, inputs[:rows], targets[:rows],
             local_step=self.session.local_steps, inner_lr=self.task.inner_lr,

@@ -26,11 +26,17 @@ class Variant:
     sync_every_end: int | None = None
     """H at the end of the run, to which it grows in a straight line; of the synchronous method only."""
     warm_steps: int = 0
-    """Steps that a lone learner has taken before, at the peak learning rate: every method begins with its model."""
+    """Steps that a lone learner has taken before: every method begins with its model."""
+    warm_lr: float = 0.0
+    """Its learning rate."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum_warmup <= 1 or self.warm_steps < 0:
-            raise SettingError(f"a warm-up lasts from 0 to 1 of a run, not {self.momentum_warmup}")
+        if not 0 <= self.momentum_warmup <= 1:
+            raise SettingError(f"momentum_warmup is a share of the run from 0 to 1, not {self.momentum_warmup}")
+        if (self.warm_steps > 0) != (self.warm_lr > 0) or self.warm_steps < 0:
+            raise SettingError(f"warm_steps and warm_lr go together, not {self.warm_steps} with {self.warm_lr}")
+        if self.sync_every_end is not None and self.sync_every_end < 1:
+            raise SettingError(f"sync_every_end must be at least 1, not {self.sync_every_end}")
 
     def outer(self, settings: RunSettings, fraction: float) -> RunSettings:
         """`settings` with the outer learning rate and momentum as they are when `fraction` of the run is over."""

@@ -49,11 +49,10 @@ def lines(folder: Path) -> dict[str, str]:
 @given(
     st.integers(0, 1000),
     st.builds(
-        ClusterPlan,
+        lambda absent, **more: ClusterPlan(absent=absent, absence_seconds=9.0 if absent else 60.0, **more),
         learners=st.integers(1, 5),
         slowest=st.sampled_from([1.0, 1.7, 10.0]),
         absent=st.sampled_from([0.0, 0.3, 0.7]),
-        absence_seconds=st.just(9.0),
         latency_seconds=st.sampled_from([0.0, 0.3, 5.0]),
     ),
 )
