@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -42,6 +42,13 @@ REVISION = 2
 LEAD_STEPS = 3
 """Inner steps that learners of a virtual run take beyond its T: until the first round opens, and while the last ones
 are drained. T is so much shorter than the steps of the other methods."""
+USES: Mapping[Method, Collection[str]] = {
+    "data-parallel": {"warm_steps", "warm_lr", "late", "late_seconds", "step_seconds"},
+    "lone": {"warm_steps", "warm_lr"},
+    "synchronous": {"warm_steps", "warm_lr", "merge", "outer_lr_end", "momentum_warmup", "sync_every_end"},
+    "decoupled": {f.name for kind in (Variant, ClusterPlan, FailureModel) for f in fields(kind)} - {"sync_every_end"},
+}
+"""What of a cell's variant, cluster and failures has an effect on each method; anything else is an error."""
 NEARLY = 0.002
 """Share by which tokens may differ where they are made equal."""
 LONGEST_STRETCH = 32
@@ -74,6 +81,12 @@ class Cell:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SettingError(f"no method is named {self.method!r}; there are {', '.join(METHODS)}")
+        tried = {name for name, value in vars(self.variant).items() if value != getattr(USUAL, name)}
+        idle = sorted((tried | self.cluster.keys() | self.failures.keys()) - set(USES[self.method]))
+        idle += ["equal_tokens"] * (self.equal_tokens and self.method != "decoupled")
+        idle += ["keeps"] * (self.variant.keeps and self.settings.get("adopt") != "rebase")
+        if idle:
+            raise SettingError(f"{self.name}: {idle[0]} has no effect on {self.method}")
 
     @property
     def identity(self) -> str:

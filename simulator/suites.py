@@ -49,7 +49,7 @@ LONG_LR: Mapping[str, Mapping[int, float]] = {
 """The same at LONG's size and LONG_T steps, by suite `inner-lr-long`."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
-LONG_T = 2400
+LONG_T = 1200
 
 
 Equal = Literal["trained", "merged", "neither"]
@@ -261,7 +261,8 @@ def _merge(name: str) -> Suite:
     rows: dict[str, dict[str, Any]] = {
         f"{kind}, M={m}": {"variant": Variant(merge=kind), "learners": m} for m in (2, 4, 8) for kind in ("rda", "mean")
     }
-    made = _varied(name, "Is Radial-Directional Averaging better than the weighted mean?", rows, "mean, M=2", {})
+    asks = "Is Radial-Directional Averaging better than the weighted mean?"
+    made = _varied(name, asks, rows, "mean, M=2", {}, seeds=6)
     pairs = tuple(Contrast(cell=f"rda, M={m}", against=f"mean, M={m}") for m in (2, 4, 8))
     return replace(made, contrasts=pairs)
 
@@ -295,7 +296,7 @@ def _pace(name: str) -> Suite:
     }
     return _varied(
         name, "Who waits for whom when speeds differ?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
-        figures=("virtual_seconds", "merge_participation", "goodput"),
+        figures=("virtual_seconds", "merge_participation", "goodput"), seeds=6,
     )  # fmt: skip
 
 
@@ -308,7 +309,7 @@ def _failures(name: str) -> Suite:
     }
     return _varied(
         name, "What do failing chips cost, M = 8, at equal merged tokens?", rows, "none", {"1200k chips": 0.01},
-        learners=8, figures=("goodput", "uptime", "merge_participation"),
+        learners=8, figures=("goodput", "uptime", "merge_participation"), seeds=6,
     )  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def _absence(name: str) -> Suite:
     rows |= {f"{share:.0%} absent": {**fields, "equal_tokens": True} for share, fields in away.items()}
     made = _varied(
         name, "What does it cost that learners die and come back?", rows, "always there", {"30% absent": 0.01},
-        figures=("goodput", "uptime", "virtual_seconds"),
+        figures=("goodput", "uptime", "virtual_seconds"), seeds=6,
     )  # fmt: skip
     shorter = replace(
         next(c for c in made.cells if c.name == "30% absent"), name="30% absent, same T", equal_tokens=False
@@ -355,7 +356,7 @@ def _adoption(name: str) -> Suite:
     unequal = {"cluster": {"slowest": 2.0, "stragglers": 1}}
     rows |= {f"{how}, one at half speed": {**unequal, "settings": {"adopt": how}} for how in ("overwrite", "rebase")}
     rows["keep, one at half speed"] = {**unequal, "settings": {"adopt": "rebase"}, "variant": Variant(keeps=True)}
-    made = _varied(name, "Which adoption is best?", rows, "overwrite, M=2", {})
+    made = _varied(name, "Which adoption is best?", rows, "overwrite, M=2", {}, seeds=5)
     pairs = [
         Contrast(cell=f"{how}, M={m}", against=f"overwrite, M={m}") for m in (2, 4, 8) for how in ("rebase", "mix")
     ]

@@ -332,6 +332,21 @@ def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
     assert (tmp_path / "quick.jsonl").read_text().count("\n") == 1 + rest.count(" left)") >= 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "idle"),
+    [
+        ({"method": "lone", "cluster": {"late": 1}}, "late has no effect on lone"),
+        ({"method": "synchronous", "variant": Variant(feedback=False)}, "feedback has no effect on synchronous"),
+        ({"method": "data-parallel", "equal_tokens": True}, "equal_tokens has no effect on data-parallel"),
+        ({"variant": Variant(sync_every_end=48)}, "sync_every_end has no effect on decoupled"),
+        ({"variant": Variant(keeps=True)}, "keeps has no effect on decoupled"),
+    ],
+)
+def test_what_would_be_ignored_in_a_cell_is_an_error(changes: dict[str, Any], idle: str) -> None:
+    with pytest.raises(SettingError, match=idle):
+        replace(OURS, **changes)
+
+
 def test_another_setting_is_another_cell_and_a_default_that_is_spelled_out_is_not() -> None:
     others = [replace(OURS, settings={"sync_every": 7}), replace(OURS, cluster={"absent": 0.1}),
               replace(OURS, task=replace(TASK, inner_lr=1.0)), replace(OURS, name="another")]  # fmt: skip
