@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -243,8 +244,17 @@ def run(
 
 def _own_threads() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who broke off speaks to the parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     configure("compare", level="warning")
+
+
+def _end_with_parent() -> None:
+    """A pool's process waits for work for ever, also from a parent that was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:

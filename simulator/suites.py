@@ -36,7 +36,7 @@ INNER_LR: Mapping[str, Mapping[int, float]] = {
     "lone, all tokens": {2: 12e-3, 4: 12e-3, 8: 6e-3},
     "averaging each step": {2: 48e-3, 4: 48e-3, 8: 48e-3},
     "DiLoCo": {2: 12e-3, 4: 24e-3, 8: 24e-3},
-    "DiLoCo, lr 0.7, momentum 0.9": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "DiLoCo, lr 0.7, momentum 0.9": {2: 12e-3, 4: 24e-3, 8: 24e-3},
     "Streaming DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
     "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
 }
@@ -366,7 +366,7 @@ def _adoption(name: str) -> Suite:
 
 
 def _outer(name: str) -> Suite:
-    grid = [(lr, mu) for lr in (0.4, 0.7, 1.0, 1.3, 1.6) for mu in (0.0, 0.3, 0.6, 0.9)]
+    grid = [(lr, mu) for lr in (0.4, 0.7, 1.0, 1.3) for mu in (0.0, 0.3, 0.6, 0.9)]
     rows: dict[str, dict[str, Any]] = {
         f"lr {lr:g}, momentum {mu:g}": {"settings": {"outer_lr": lr, "outer_momentum": mu}} for lr, mu in grid
     }
@@ -374,7 +374,7 @@ def _outer(name: str) -> Suite:
     return _varied(name, asks, rows, "lr 1, momentum 0", {}, seeds=3, part="A")
 
 
-OUTER_CHOICES = ((1.0, 0.0), (1.3, 0.0), (0.7, 0.9))
+OUTER_CHOICES = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.9))
 """The best two of suite `outer`, and the lineage's."""
 
 

@@ -354,6 +354,16 @@ def test_another_setting_is_another_cell_and_a_default_that_is_spelled_out_is_no
     assert OURS.identity == replace(OURS, settings={**OURS.settings, "outer_lr": 1.0}, learners=2).identity
 
 
+def test_nobody_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "compare", "--jobs", "2", "--out", str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    assert child.stderr.readline()
+    child.kill()
+    rest = child.communicate()[1]  # ends when everybody has gone who held the pipe
+    assert "Traceback" not in rest
+
+
 # --- suites ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SUITES)
 def test_every_suite_can_be_run(name: str) -> None:
