@@ -43,7 +43,7 @@ INNER_LR: Mapping[str, Mapping[int, float]] = {
 """Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
 LONG_LR: Mapping[str, Mapping[int, float]] = {
     "data-parallel": {2: 24e-3, 4: 24e-3, 8: 24e-3},
-    "lone, its share": {1: 24e-3},
+    "lone, its share": {1: 12e-3},
     "Decoupled": {2: 24e-3, 4: 24e-3, 8: 24e-3},
 }
 """The same at LONG's size and LONG_T steps, by suite `inner-lr-long`."""
