@@ -57,7 +57,9 @@ class SaveFailed(DilocoError):
 
 
 class Diverged(DilocoError):
-    """A learner's own loss or parameters are no longer finite, again after a reset from the global state."""
+    """A learner's own loss or parameters are no longer finite, again after a reset from the global state; or what is
+    merged is not, again and again.
+    """
 
     exit_code = 7
 

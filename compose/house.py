@@ -25,7 +25,10 @@ log = get_logger("up")
 FALSE_STARTS = 5
 """A process that so often in a row ends right after its start, before anything was merged, ends the run. (Not the
 evaluator: nobody waits for it.)"""
-ENDS_THE_RUN = {2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written"}
+ENDS_THE_RUN = {
+    2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written",
+    7: "the global model has diverged",
+}  # fmt: skip
 """Exit codes of the syncer after which starting it again helps nobody."""
 SYNCER_STOPS_SECONDS, LEARNERS_STOP_SECONDS, REST_STOPS_SECONDS = 6.0, 2.0, 1.0
 """After a wish to stop, one after the other: how long each may take. Learners have nothing to save."""

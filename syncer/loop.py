@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..common.config import BEAT_SECONDS
-from ..common.errors import Malformed, SaveFailed, SettingError, Superseded
+from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
 from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
 from .export import save_model
 from .merging import Merging
@@ -63,13 +63,19 @@ class Syncer:
         self._saved_step = 0
 
     def run(self) -> None:
-        """From the first look at the disk to the last save. SaveFailed if the disk does not hold the end."""
+        """From the first look at the disk to the last save. SaveFailed if the disk does not hold the end, Diverged if
+        merges gave nothing usable any more: then the disk holds what was good.
+        """
         if not begin(self.parts, self.current, lambda: self._stop_at is not None):
             self.parts.writer.close(SAVE_SECONDS)
             return
         self._resumed()
-        while not self._over():
-            self._turn()
+        try:
+            while not self._over():
+                self._turn()
+        except Diverged:
+            self._end()
+            raise
         self._end()
 
     def stop(self) -> None:

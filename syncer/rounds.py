@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..common.config import MAX_LAG, RunSettings
+from ..common.errors import Diverged
 from ..common.wire import Alive, Call
 from .ledger import Ledger, Who
 from .members import Member, Members
@@ -26,6 +27,8 @@ from .pace import Ema, Schedule, grace_seconds
 
 FIRST_STEP_PATIENCE_SECONDS = 60.0
 """The first call waits for each newcomer's first timed step, but no longer than this after its join."""
+FAILED_MERGES = 8
+"""Merges of one call in a row that gave nothing usable, after which the run is given up."""
 GRACE_SPREAD = 2.0
 """The grace window considers learners up to so many times slower than the typical one."""
 DRAIN_SECONDS, DRAIN_ATTEMPTS = 30.0, 4
@@ -77,6 +80,8 @@ class OpenCall:
     closes_at: float | None = None
     drains: bool = False
     """One of the last calls of the run."""
+    failures: int = 0
+    """Merges of it that gave nothing usable."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +288,14 @@ class Rounds:
             self._drained.add(call.fragment)
 
     def failed(self, merge: Merge, now: float) -> Called:
-        """The merge gave nothing usable: the same call once more, with new captures."""
+        """The merge gave nothing usable: the same call once more, with new captures. Diverged if it never will."""
+        merge.call.failures += 1
+        if merge.call.failures >= FAILED_MERGES:
+            raise Diverged(
+                f"run {self.settings.run} has diverged: merging fragment {merge.call.fragment} gave values that are "
+                f"not finite {FAILED_MERGES} times in a row; what was good is saved; begin a new run (--init takes its "
+                "model along) with a lower --outer-lr or --outer-momentum"
+            )
         return self._attempt_again(merge.call, now, merge.call.patience)
 
     def wire_calls(self) -> tuple[Call, ...]:

@@ -9,19 +9,39 @@ NORM_FACTOR = 100.0
 NORM_WINDOW = 32
 NORM_AFTER = 8
 """Judged only after so many merged deltas: at the start nothing is known of what is usual."""
+INSISTS_AFTER = 8
+"""Refusals of one learner at one fragment, more than twice as many as lead to its reset, after which it insists."""
 
 
 class NormScreen:
-    """Per fragment, the norms of the last 32 merged deltas."""
+    """Per fragment, the norms of the last 32 merged deltas.
+
+    What is usual may change at once for everybody (a schedule that starts again, a layer that thaws, an outer step that
+    overshoots). So who is refused again and again is counted, and where that becomes more than half of the learners it
+    is they who say what is usual: otherwise that fragment would never be merged again, and the run would never end.
+    """
 
     def __init__(self, fragments: int) -> None:
         self._norms: list[deque[float]] = [deque(maxlen=NORM_WINDOW) for _ in range(fragments)]
+        self._refused: list[dict[str, list[float]]] = [{} for _ in range(fragments)]
+        """Per fragment, since its last merge: learner -> the norms that were refused."""
 
-    def absurd(self, fragment: int, norm: float) -> bool:
-        """True if `norm` is over 100 times the median (a median of 0 judges nothing)."""
+    def absurd(self, fragment: int, norm: float, name: str, live: int) -> bool:
+        """True if `norm`, of `name` among `live` learners, is over 100 times the median (0 judges nothing)."""
         known = self._norms[fragment]
         usual = median(known) if len(known) >= NORM_AFTER else 0.0
-        return usual > 0 and norm > NORM_FACTOR * usual
+        if not usual or norm <= NORM_FACTOR * usual:
+            return False
+        refused = self._refused[fragment]
+        refused.setdefault(name, []).append(norm)
+        insist = [norms[-1] for norms in refused.values() if len(norms) >= INSISTS_AFTER]
+        if 2 * len(insist) <= live:
+            return True
+        known.clear()
+        known.extend([median(insist)] * NORM_AFTER)
+        refused.clear()
+        return norm > NORM_FACTOR * median(insist)
 
     def merged(self, fragment: int, norm: float) -> None:
         self._norms[fragment].append(norm)
+        self._refused[fragment].clear()

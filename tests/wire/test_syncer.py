@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from decoupled_diloco.common.errors import SaveFailed, SettingError, Superseded
+from decoupled_diloco.common.errors import Diverged, SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
 from decoupled_diloco.syncer import loop, members
 from decoupled_diloco.syncer.checkpoint import Checkpoints
+from decoupled_diloco.syncer.rounds import FAILED_MERGES
 from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
 from waiting import wait_for
@@ -299,6 +300,33 @@ def test_a_norm_far_beyond_the_usual_is_rejected_and_three_in_a_row_reset_the_le
     a.provoke("norm", call, times=3, value=1e4)
     a.wait(Welcome, lambda w: w.verdict == "reset")
     a.answer(call)
+
+
+def test_a_run_whose_merges_are_never_finite_keeps_what_was_good_and_says_why_it_ends(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"outer_lr": 100.0, "codec_up": "f32", "codec_down": "f32"}
+    with syncer_house(tmp_path, **changes) as house:
+        a = house.learner("a")
+        a.join()
+        call = a.call(0)
+        first = a.answer(call)
+        call, sent = a.call(0, after=call.slot), set[int]()
+
+        def ended() -> None:
+            a.alive()
+            newest = a.newest(call)
+            if newest.attempt not in sent:
+                sent.add(newest.attempt)
+                a.bulk.send(a.delta(newest, 3e37))
+
+        with pytest.raises(AssertionError, match="the syncer has ended by itself"):
+            wait_for(ended, "the syncer gives up")
+        failure = house.failure.pop()
+        assert isinstance(failure, Diverged)
+        assert "has diverged: merging fragment 0 gave values that are not finite" in str(failure)
+        assert len(sent) == FAILED_MERGES
+        assert all_finite(house)
+        assert Checkpoints(house.directory / "global").newest() is not None
+        assert versions(house)[0] == first.version
 
 
 def test_a_delta_of_the_wrong_size_or_codec_is_rejected_before_memory_is_taken(house: SyncerHouse) -> None:
