@@ -22,6 +22,8 @@ from .trained import Trained
 
 LONGEST = 40.0
 """So many times as long as without any failure a virtual run may take."""
+ROUND_TRIPS = 10
+"""Of messages, that it takes at least, however short it is."""
 TELLS_LATEST_SECONDS = 2.5
 """A virtual second has no meaning for chips whose step takes many: they tell half a step apart, but within the time
 after which a silent learner is lost."""
@@ -65,7 +67,7 @@ def cluster_of(
 ) -> Cluster:
     """The virtual cluster that `plan` describes. SettingError for what cannot go together."""
     step_seconds = plan.step(failures.step_seconds) * plan.slowest
-    horizon = LONGEST * settings.steps * step_seconds
+    horizon = LONGEST * (settings.steps * step_seconds + ROUND_TRIPS * 2 * plan.latency_seconds)
     return Cluster(
         settings,
         substance,
