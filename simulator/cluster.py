@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -53,8 +53,8 @@ class Member:
     """One learner: what it does from each of its starts on, and when that life ends by its death."""
 
     name: str
-    lives: Sequence[tuple[Life, float]]
-    """(steps, when it dies, in virtual seconds); infinity where it never does."""
+    lives: Iterable[tuple[Life, float]]
+    """(steps, when it dies, in virtual seconds), in order of their beginnings; infinity where it never does."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ class Cluster:
         """
         began = time.perf_counter()
         for member in self.members:
-            for number, (life, dies_at) in enumerate(member.lives, 1):
-                self._arrange_life(member.name, number, life, dies_at)
+            self._arrange_next_life(member.name, enumerate(member.lives, 1))
         self._at(0.0, self._beat)
         try:
             while not self._over:
@@ -159,14 +158,18 @@ class Cluster:
         self._at(self.now + seconds, happens)
 
     # --- a learner ---------------------------------------------------------------------------------------------------
-    def _arrange_life(self, name: str, number: int, life: Life, dies_at: float) -> None:
-        first = next(life, None)
-        if first is None or first.start >= dies_at:
+    def _arrange_next_life(self, name: str, lives: Iterator[tuple[int, tuple[Life, float]]]) -> None:
+        """The next one with a step in it; when it begins, the one after it is arranged."""
+        begun = ((number, next(life, None), life, dies_at) for number, (life, dies_at) in lives)
+        found = next(((n, first, life, dies) for n, first, life, dies in begun if first and first.start < dies), None)
+        if found is None:
             return
+        number, first, life, dies_at = found
         self._to_come += 1
 
         def begin() -> None:
             self._to_come -= 1
+            self._arrange_next_life(name, lives)
             present = self._join(name, number, dies_at)
             self._start_step(present, first, life)
             self._report_each_second(present)

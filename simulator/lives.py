@@ -28,7 +28,7 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
             name=f"learner-{number}",
             lives=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
             if plan.chips
-            else list(_lives(plan, number, seed, horizon_seconds)),
+            else _lives(plan, number, seed, horizon_seconds),
         )
         for number in range(1, plan.learners + plan.late + 1)
     ]

@@ -202,7 +202,7 @@ def _learners(name: str) -> Suite:
 def _budget(name: str) -> Suite:
     cells: dict[str, Cell] = {}
     contrasts: list[Contrast] = []
-    budgets = (1200, 2400, 4800)
+    budgets = (600, 1700, 4800)
     for steps in budgets:
         for learners, bound in BOUNDS.items():
             made = methods(LONG, learners, steps, LONG_LR)
@@ -277,7 +277,8 @@ def _codecs(name: str) -> Suite:
         rows[f"{codec} up, {codec} down, no feedback"] = {
             **rows[f"{codec} up, {codec} down"], "variant": Variant(feedback=False)
         }  # fmt: skip
-    return _varied(name, "What does quantization cost?", rows, "f32 up, f32 down", {"int4 up, int4 down": 0.005})
+    bound = {"int4 up, int4 down": 0.005}
+    return _varied(name, "What does quantization cost?", rows, "f32 up, f32 down", bound, seeds=6)
 
 
 def _pace(name: str) -> Suite:
@@ -309,7 +310,7 @@ def _failures(name: str) -> Suite:
     }
     return _varied(
         name, "What do failing chips cost, M = 8, at equal merged tokens?", rows, "none", {"1200k chips": 0.01},
-        learners=8, figures=("goodput", "uptime", "merge_participation"), seeds=6,
+        learners=8, figures=("goodput", "uptime", "merge_participation"), seeds=5,
     )  # fmt: skip
 
 
