@@ -199,6 +199,17 @@ def _learners(name: str) -> Suite:
     )
 
 
+def _two(name: str) -> Suite:
+    """Of two learners single runs scatter most."""
+    kept = ("DiLoCo", "Streaming DiLoCo", "Decoupled")
+    made = methods(SMALL, 2, T, {kind: INNER_LR[kind] for kind in kept})
+    ours = made["Decoupled"].name
+    return Suite(
+        name=name, asks="And for M = 2, with more seeds?", cells=tuple(made.values()), seeds=24,
+        contrasts=tuple(Contrast(cell=ours, against=made[kind].name, within=0.005) for kind in kept[:2]),
+    )  # fmt: skip
+
+
 def _budget(name: str) -> Suite:
     cells: dict[str, Cell] = {}
     contrasts: list[Contrast] = []
@@ -476,6 +487,7 @@ SUITES: dict[str, Callable[[str], Suite]] = {
     "inner-lr-long": _inner_long,
     "batch": _batch,
     "learners": _learners,
+    "two": _two,
     "budget": _budget,
     "gap": _gap,
     "merge": _merge,
