@@ -292,6 +292,16 @@ def _codecs(name: str) -> Suite:
     return _varied(name, "What does quantization cost?", rows, "f32 up, f32 down", bound, seeds=6)
 
 
+def _int4(name: str) -> Suite:
+    made = _codecs(name)
+    names = ("int4 up, int4 down", "f32 up, f32 down")
+    return replace(
+        made, asks="And int4 both ways, with more seeds?", seeds=16,
+        cells=tuple(cell for cell in made.cells if cell.name in names),
+        contrasts=tuple(c for c in made.contrasts if c.cell == names[0] and c.against == names[1]),
+    )  # fmt: skip
+
+
 def _pace(name: str) -> Suite:
     """Paper, Table 5; all merge the same tokens."""
     half = {"cluster": {"slowest": 2.0, "stragglers": 1}, "equal_tokens": True}
@@ -492,6 +502,7 @@ SUITES: dict[str, Callable[[str], Suite]] = {
     "gap": _gap,
     "merge": _merge,
     "codecs": _codecs,
+    "int4": _int4,
     "pace": _pace,
     "failures": _failures,
     "absence": _absence,
