@@ -316,10 +316,16 @@ def _pace(name: str) -> Suite:
         "up to 1.7 times as slow, K=1, gamma 0.2": {**spread, "settings": {"gamma": 0.2}},
         "up to 1.7 times as slow, K=1, no grace": {**spread, "settings": {"grace_seconds": 0.0}},
     }
-    return _varied(
+    made = _varied(
         name, "Who waits for whom when speeds differ?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
         figures=("virtual_seconds", "merge_participation", "goodput"), seeds=6,
     )  # fmt: skip
+    graced, not_graced = (
+        replace(cell, name=f"{cell.name}, same T", equal_tokens=False)
+        for cell in made.cells if cell.name.startswith("up to") and cell.name.endswith(("gamma 0.8", "no grace"))
+    )  # fmt: skip
+    same_time = Contrast(cell=not_graced.name, against=graced.name)
+    return replace(made, cells=(*made.cells, graced, not_graced), contrasts=(*made.contrasts, same_time))
 
 
 def _failures(name: str) -> Suite:

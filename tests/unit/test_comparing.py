@@ -378,7 +378,7 @@ def test_every_suite_can_be_run(name: str) -> None:
 def test_cells_of_the_suite_about_pace_differ_in_what_is_merged() -> None:
     made = suite("pace")
     merged: dict[str, list[Any]] = {}
-    for cell in made.cells:
+    for cell in (each for each in made.cells if not each.name.endswith("same T")):
         settings = replace(cell.run_settings(0), steps=96)
         counted = Counted(settings, parameters=43_200, tokens_a_step=512, fragments=12)
         rounds, seen = counted.rounds, merged.setdefault(cell.name, [])
