@@ -114,12 +114,12 @@ def methods(
     task: TaskSettings, learners: int, steps: int, rates: Mapping[str, Mapping[int, float]] = INNER_LR
 ) -> dict[str, Cell]:
     """The same tokens by every method (a lone learner's share apart), H = 24, each at its inner learning rate in
-    `rates`, of the methods that stand there. Ancestors merge by the plain mean and in f32. All take the outer step that
-    is best in runs of this length (lr 1, no momentum), and DiLoCo its published one, too.
+    `rates`, of the methods that stand there. Ancestors merge by the plain mean and in f32, and Streaming DiLoCo blends.
+    All take the outer step that is best in runs of this length (lr 1, no momentum), and DiLoCo its published one, too.
     """
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=task)
     diloco = replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": H})
-    streaming = {**preset("streaming", learners), **EXACT}
+    streaming = {**preset("streaming", learners), **EXACT, "adopt": "mix"}
     made = {
         "data-parallel": replace(base, method="data-parallel"),
         "lone, its share": replace(base, method="lone", learners=1),
