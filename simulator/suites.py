@@ -171,17 +171,19 @@ def _inner(name: str) -> Suite:
 
 def _inner_long(name: str) -> Suite:
     made = {cell.name: cell for m in (2, 4, 8) for cell in methods(LONG, m, LONG_T, LONG_LR).values()}
-    return _searched(name, "And in a longer run with larger batches?", made.values(), seeds=1)
+    return _searched(name, "And in a longer run with larger batches?", made.values(), seeds=1, rates=(6e-3, *RATES))
 
 
-def _searched(name: str, asks: str, cells: Iterable[Cell], *, seeds: int) -> Suite:
+def _searched(
+    name: str, asks: str, cells: Iterable[Cell], *, seeds: int, rates: Sequence[float] = RATES
+) -> Suite:  # fmt: skip
     """Each cell at several inner learning rates, on both sides of its own."""
     groups: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         own = cell.task.inner_lr
         groups[cell.name] = {
             (tried := f"{cell.name}, lr {rate:g}"): replace(cell, name=tried, task=replace(cell.task, inner_lr=rate))
-            for rate in sorted({*RATES, own / 2, own, own * 2})
+            for rate in sorted({*rates, own / 2, own, own * 2})
         }
     found = tuple(cell for group in groups.values() for cell in group.values())
     return Suite(
