@@ -41,15 +41,15 @@ INNER_LR: Mapping[str, Mapping[int, float]] = {
     "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
 }
 """Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
+BUDGETS = (600, 1700, 4800)
 LONG_LR: Mapping[str, Mapping[int, float]] = {
-    "data-parallel": {2: 24e-3, 4: 24e-3, 8: 24e-3},
-    "lone, its share": {1: 12e-3},
-    "Decoupled": {2: 24e-3, 4: 24e-3, 8: 24e-3},
+    "data-parallel": {600: 24e-3, 1700: 24e-3, 4800: 12e-3},
+    "lone, its share": {600: 24e-3, 1700: 12e-3, 4800: 12e-3},
+    "Decoupled": {600: 24e-3, 1700: 24e-3, 4800: 12e-3},
 }
-"""The same at LONG's size and LONG_T steps, by suite `inner-lr-long`."""
+"""Method -> steps -> the same at LONG's size, for M = 2, by suite `inner-lr-long`; larger M take it over."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
-LONG_T = 1200
 
 
 Equal = Literal["trained", "merged", "neither"]
@@ -170,14 +170,25 @@ def _inner(name: str) -> Suite:
 
 
 def _inner_long(name: str) -> Suite:
-    made = {cell.name: cell for m in (2, 4, 8) for cell in methods(LONG, m, LONG_T, LONG_LR).values()}
-    return _searched(name, "And in a longer run with larger batches?", made.values(), seeds=1, rates=(6e-3, *RATES))
+    made = (cell for steps in BUDGETS for cell in _long(2, steps))
+    return _searched(name, "And for each length of run, with larger batches?", made, seeds=1, rates=())
+
+
+def _long(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
+    """Data-parallel, a lone learner and Decoupled in a run of that many steps."""
+    rates = {kind: dict.fromkeys((1, learners), rate[steps]) for kind, rate in LONG_LR.items()}
+    made = methods(LONG, learners, steps, rates)
+    parallel, alone, ours = (
+        replace(made[kind], name=f"{made[kind].name}, {steps} steps")
+        for kind in ("data-parallel", "lone, its share", "Decoupled")
+    )
+    return parallel, alone, ours
 
 
 def _searched(
     name: str, asks: str, cells: Iterable[Cell], *, seeds: int, rates: Sequence[float] = RATES
 ) -> Suite:  # fmt: skip
-    """Each cell at several inner learning rates, on both sides of its own."""
+    """Each cell at `rates` and at its own inner learning rate and the neighbours of that."""
     groups: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         own = cell.task.inner_lr
@@ -215,18 +226,13 @@ def _two(name: str) -> Suite:
 def _budget(name: str) -> Suite:
     cells: dict[str, Cell] = {}
     contrasts: list[Contrast] = []
-    budgets = (600, 1700, 4800)
-    for steps in budgets:
+    for steps in BUDGETS:
         for learners, bound in BOUNDS.items():
-            made = methods(LONG, learners, steps, LONG_LR)
-            parallel, alone, ours = (
-                replace(made[kind], name=f"{made[kind].name}, {steps} steps")
-                for kind in ("data-parallel", "lone, its share", "Decoupled")
-            )
+            parallel, alone, ours = _long(learners, steps)
             cells |= {cell.name: cell for cell in (parallel, alone, ours)}
             contrasts.append(
                 Contrast(
-                    cell=ours.name, against=parallel.name, within=bound if steps == budgets[-1] else None,
+                    cell=ours.name, against=parallel.name, within=bound if steps == BUDGETS[-1] else None,
                     alone=alone.name, line=f"M = {learners}", at=steps,
                 )
             )  # fmt: skip
