@@ -41,11 +41,12 @@ INNER_LR: Mapping[str, Mapping[int, float]] = {
 """Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
 BUDGETS = (600, 1700, 4800)
 LONG_LR: Mapping[str, Mapping[int, float]] = {
-    "data-parallel": {600: 24e-3, 1700: 24e-3, 4800: 12e-3},
-    "lone, its share": {600: 24e-3, 1700: 12e-3, 4800: 6e-3},
-    "Decoupled": {600: 12e-3, 1700: 12e-3, 4800: 6e-3},
+    "data-parallel": {600: 12e-3, 1700: 12e-3, 4800: 12e-3},
+    "lone, its share": {600: 12e-3, 1700: 6e-3, 4800: 6e-3},
+    "Decoupled": {600: 12e-3, 1700: 12e-3, 4800: 12e-3},
 }
-"""Method -> steps -> the same for M = 2 and longer runs, by suite `inner-lr-long`; larger M take it over."""
+"""Method -> steps -> the same for M = 2 and longer runs, by suite `inner-lr-long`; for larger M as many times more as in
+INNER_LR."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
 
@@ -174,7 +175,10 @@ def _inner_long(name: str) -> Suite:
 
 def _long(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
     """Data-parallel, a lone learner and Decoupled in a run of that many steps."""
-    rates = {kind: dict.fromkeys((1, learners), rate[steps]) for kind, rate in LONG_LR.items()}
+    rates: dict[str, dict[int, float]] = {}
+    for kind, own in LONG_LR.items():
+        short = INNER_LR[kind]
+        rates[kind] = {m: own[steps] * short[m] / short[min(short)] for m in short if m in (1, learners)}
     made = methods(SMALL, learners, steps, rates)
     parallel, alone, ours = (
         replace(made[kind], name=f"{made[kind].name}, {steps} steps")
