@@ -45,8 +45,8 @@ LONG_LR: Mapping[str, Mapping[int, float]] = {
     "lone, its share": {600: 12e-3, 1700: 6e-3, 4800: 6e-3},
     "Decoupled": {600: 12e-3, 1700: 12e-3, 4800: 12e-3},
 }
-"""Method -> steps -> the same for M = 2 and longer runs, by suite `inner-lr-long`; for larger M as many times more as in
-INNER_LR."""
+"""Method -> steps -> the same for M = 2 and longer runs, by suite `inner-lr-long`; for larger M as many times more as
+in INNER_LR."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
 
