@@ -177,7 +177,8 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
     `full` is all of them, one after the other.
     """
     from ..simulator import comparing
-    from ..simulator.suites import SUITES, suite
+    from ..simulator.findings import differences, markdown
+    from ..simulator.questions import SUITES, suite
 
     if given["list"]:
         for each in map(suite, SUITES):
@@ -197,10 +198,10 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
         if not results.rows:
             continue
         paths = comparing.write(results, out)
-        found = [each.to_json() for each in comparing.differences(wanted, results.rows)]
+        found = [each.to_json() for each in differences(wanted, results.rows)]
         told.append({"suite": wanted.name, "rows": results.rows, "differences": found})
         if not as_json:
-            click.echo(comparing.markdown(results))
+            click.echo(markdown(wanted, results.rows))
             click.echo("in " + ", ".join(map(str, paths)))
     if as_json:
         click.echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0] if told else {}))

@@ -19,13 +19,15 @@ from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.learner.follower import Public
 from decoupled_diloco.learner.text import load_corpus
 from decoupled_diloco.simulator.cluster import Cluster
-from decoupled_diloco.simulator.comparing import Results, differences, interval, markdown, run, write
+from decoupled_diloco.simulator.comparing import Results, run, write
 from decoupled_diloco.simulator.counted import Counted
+from decoupled_diloco.simulator.findings import differences, interval, markdown
 from decoupled_diloco.simulator.lives import members_of
 from decoupled_diloco.simulator.methods import METHODS, Cell, begun, streams, train
+from decoupled_diloco.simulator.questions import SUITES, suite
 from decoupled_diloco.simulator.running import cluster_of
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
-from decoupled_diloco.simulator.suites import SUITES, Contrast, Equal, H, Suite, suite
+from decoupled_diloco.simulator.suites import Contrast, Equal, H, Suite
 from decoupled_diloco.simulator.trained import Trained, version_zero
 from decoupled_diloco.simulator.variant import Variant
 from decoupled_diloco.syncer.rounds import Merge
@@ -111,11 +113,13 @@ def test_the_best_of_a_search_is_named_and_whether_the_grid_ends_there(tmp_path:
     results = Results(tmp_path, replace(PAIR, cells=tuple(rates), contrasts=(), groups=[("lr 0", "lr 1", "lr 2")]), "")
     for cell, loss in zip(rates, (2.0, 1.5, 1.7), strict=True):
         results.rows.append(row(cell, 0, loss))
-    assert "| lr 1 | 1.5000 | inside the grid | 1 |" in markdown(results)
+    assert "| lr 1 | 1.5000 | inside the grid | 1 |" in markdown(results.suite, results.rows)
     results.rows.append(row(rates[2], 1, 0.1))
-    assert "| lr 1 | 1.5000 | inside the grid | 1 |" in markdown(results), "the others have no second seed yet"
+    assert "| lr 1 | 1.5000 | inside the grid | 1 |" in markdown(results.suite, results.rows), (
+        "the others have no second seed yet"
+    )
     results.rows += [row(rates[0], 1, 2.0), row(rates[1], 1, 2.0)]
-    assert "| lr 2 | 0.9000 | at the grid's edge | 2 |" in markdown(results)
+    assert "| lr 2 | 0.9000 | at the grid's edge | 2 |" in markdown(results.suite, results.rows)
 
 
 def test_a_suite_that_chooses_settings_is_judged_on_part_a() -> None:
@@ -171,7 +175,7 @@ def test_tables_and_pictures_are_made_from_the_results_alone(tmp_path: Path) -> 
     paths = write(results, tmp_path)
     assert [path.suffix for path in paths] == [".csv", ".md", ".png"]
     assert all(path.stat().st_size for path in paths)
-    assert "| ours | theirs | +0.05% |" in markdown(results)
+    assert "| ours | theirs | +0.05% |" in markdown(results.suite, results.rows)
     assert paths[0].read_text().count("\n") == 7
 
 
