@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,13 +190,14 @@ def draw(suite: Suite, rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the picture needs it
 
     found = differences(suite, rows)
-    figure = Figure(figsize=(9, 1.2 + 0.4 * max(1, len(found))), layout="constrained")
+    height = 5.0 if suite.along else 1.4 + 0.3 * len(found)
+    figure = Figure(figsize=(9, height), layout="constrained")
     axes = figure.subplots()
     if suite.along:
         _draw_trends(axes, found, suite)
     else:
         _draw_contrasts(axes, found)
-    axes.set_title(f"{suite.name}: {suite.asks}", fontsize=10)
+    figure.suptitle(textwrap.fill(f"{suite.name}: {suite.asks}", 100), fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -207,7 +209,8 @@ def _draw_contrasts(axes: Axes, found: Sequence[Difference]) -> None:
             axes.plot([100 * d.within] * 2, [height - 0.3, height + 0.3], color="#b03a2e")
     axes.axvline(0, color="#8a8a8a", linewidth=0.8)
     axes.set_yticks(range(len(found)), [f"{d.cell} against {d.against}" for d in reversed(found)], fontsize=8)
-    axes.set_xlabel("difference of held-out loss in %, mean and 95 % interval (red: the bound that is asked)")
+    axes.set_xlabel("difference of held-out loss in %\n(mean, 95 % interval; red: the bound that is asked)", fontsize=9)
+    axes.margins(y=0.02)
 
 
 def _draw_trends(axes: Axes, found: Sequence[Difference], suite: Suite) -> None:
@@ -221,9 +224,13 @@ def _draw_trends(axes: Axes, found: Sequence[Difference], suite: Suite) -> None:
             if d.within is not None:
                 axes.plot(d.at, 100 * d.within, "v", color=color)
             if d.kept is not None:
-                axes.annotate(f" {d.kept:.0%} kept", (d.at, 100 * d.mean), fontsize=7, color=color)
+                axes.annotate(f"{d.kept:.0%} kept", (d.at, 100 * d.mean), xytext=(6, 5), textcoords="offset points",
+                              fontsize=8, color=color)  # fmt: skip
     axes.axhline(0, color="#8a8a8a", linewidth=0.8)
     axes.set_xscale("log")
+    axes.set_xticks(sorted({d.at for d in found}), [f"{at:,.0f}" for at in sorted({d.at for d in found})], minor=False)
+    axes.minorticks_off()
+    axes.margins(x=0.12)
     axes.set_xlabel(suite.along)
     axes.set_ylabel("difference of held-out loss in %\n(triangle: the bound that is asked)")
     axes.legend()
