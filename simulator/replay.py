@@ -248,7 +248,7 @@ class _Life:
             return self._world.public(fragment, version)
         except KeyError as wrong:
             raise SettingError(
-                f"{self.file.path}, line {number}: version {version} of fragment {fragment} was not made by then"
+                f"{self.file.path}, line {number}: version {version!r} of fragment {fragment!r} was not made by then"
             ) from wrong
 
     def _boundary(self, number: int, row: Row, world: _World) -> None:
