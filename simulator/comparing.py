@@ -42,7 +42,7 @@ class Results:
             written = self._whole_lines()
         except (OSError, UnicodeDecodeError) as wrong:
             raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
-        known = {cell.identity: cell.name for cell in suite.cells}
+        known = {cell.identity for cell in suite.cells}
         self.rows = [row for row in self._parsed(written) if row["cell"] in known and row["text"] == text]
         """Of this suite and text as they are now; what was trained with other settings does not count."""
 

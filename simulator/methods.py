@@ -30,8 +30,8 @@ from .cluster import incarnation_of
 from .counted import Counted
 from .running import cluster_of
 from .settings import ClusterPlan, FailureModel
-from .trained import USUAL, Trained, version_zero
-from .variant import Variant
+from .trained import Trained, version_zero
+from .variant import USUAL, Variant
 
 Method = Literal["data-parallel", "lone", "synchronous", "decoupled"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -23,9 +23,7 @@ from ..syncer.rounds import Merge, Rounds
 from ..syncer.state import GlobalState
 from .substance import EPOCH, MERGE_SECONDS, Sent
 from .trainee import Trainee
-from .variant import Variant
-
-USUAL = Variant()
+from .variant import USUAL, Variant
 
 
 class Trained:

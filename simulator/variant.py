@@ -53,3 +53,6 @@ class Variant:
         """H when `fraction` of the run is over."""
         end = settings.sync_every if self.sync_every_end is None else self.sync_every_end
         return round(settings.sync_every + (end - settings.sync_every) * fraction)
+
+
+USUAL = Variant()

@@ -23,8 +23,8 @@ class NormScreen:
 
     def __init__(self, fragments: int) -> None:
         self._norms: list[deque[float]] = [deque(maxlen=NORM_WINDOW) for _ in range(fragments)]
-        self._refused: list[dict[str, list[float]]] = [{} for _ in range(fragments)]
-        """Per fragment, since its last merge: learner -> the norms that were refused."""
+        self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
+        """Per fragment, since its last merge: learner -> (refusals, the norm of the last one)."""
 
     def absurd(self, fragment: int, norm: float, name: str, live: int) -> bool:
         """True if `norm`, of `name` among `live` learners, is over 100 times the median (0 judges nothing)."""
@@ -33,8 +33,8 @@ class NormScreen:
         if not usual or norm <= NORM_FACTOR * usual:
             return False
         refused = self._refused[fragment]
-        refused.setdefault(name, []).append(norm)
-        insist = [norms[-1] for norms in refused.values() if len(norms) >= INSISTS_AFTER]
+        refused[name] = (refused.get(name, (0, 0.0))[0] + 1, norm)
+        insist = [last for times, last in refused.values() if times >= INSISTS_AFTER]
         if 2 * len(insist) <= live:
             return True
         known.clear()
