@@ -9,17 +9,25 @@ from dataclasses import replace
 from typing import Any
 
 from .methods import Cell
-from .suites import INNER_LR, MEAN, SMALL, Contrast, Suite, T, methods, searched, varied
+from .suites import MEAN, SMALL, Contrast, Suite, T, methods, searched, varied
 from .variant import Variant
 
 BUDGETS = (600, 1700, 4800)
-LONG_LR: Mapping[str, Mapping[int, float]] = {
-    "data-parallel": {600: 12e-3, 1700: 12e-3, 4800: 12e-3},
-    "lone, its share": {600: 12e-3, 1700: 6e-3, 4800: 6e-3},
-    "Decoupled": {600: 12e-3, 1700: 12e-3, 4800: 12e-3},
-}
-"""Method -> steps -> the same for M = 2 and longer runs, by suite `inner-lr-long`; for larger M as many times more as
-in INNER_LR."""
+LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
+    600: {
+        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 24e-3}, "lone, its share": {1: 12e-3},
+        "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+    },
+    1700: {
+        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 24e-3}, "lone, its share": {1: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+    },
+    4800: {
+        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 24e-3}, "lone, its share": {1: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+    },
+}  # fmt: skip
+"""Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
 OUTER_CHOICES = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.9))
@@ -32,17 +40,13 @@ def inner_rates(name: str) -> Suite:
 
 
 def inner_rates_long(name: str) -> Suite:
-    made = (cell for steps in BUDGETS for cell in long_run(2, steps))
-    return searched(name, "And for each length of run, M = 2?", made, seeds=1, rates=())
+    made = {cell.name: cell for steps in BUDGETS for m in (2, 4, 8) for cell in long_run(m, steps)}
+    return searched(name, "And for each length of run?", made.values(), seeds=1, rates=())
 
 
 def long_run(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
     """Data-parallel, a lone learner and Decoupled in a run of that many steps."""
-    rates: dict[str, dict[int, float]] = {}
-    for kind, own in LONG_LR.items():
-        short = INNER_LR[kind]
-        rates[kind] = {m: own[steps] * short[m] / short[min(short)] for m in short if m in (1, learners)}
-    made = methods(SMALL, learners, steps, rates)
+    made = methods(SMALL, learners, steps, LONG_LR[steps])
     parallel, alone, ours = (
         replace(made[kind], name=f"{made[kind].name}, {steps} steps")
         for kind in ("data-parallel", "lone, its share", "Decoupled")

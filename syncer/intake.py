@@ -69,7 +69,8 @@ class Intake:
     def _decoded(self, answer: Answer, codec: str, payload: memoryview) -> Answer:
         vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
         length = norm(vector)
-        if self._screen.absurd(answer.fragment, length, answer.who[0], len(self._rounds.members.live())):
+        live = [member.name for member in self._rounds.members.live()]
+        if self._screen.absurd(answer.fragment, length, answer.who[0], live):
             raise Malformed("norm", f"{length:.3g}, over 100 times what this fragment's merges have had")
         return replace(answer, vector=Decoded(vector, length))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from statistics import median
 
 NORM_FACTOR = 100.0
@@ -26,16 +27,16 @@ class NormScreen:
         self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
         """Per fragment, since its last merge: learner -> (refusals, the norm of the last one)."""
 
-    def absurd(self, fragment: int, norm: float, name: str, live: int) -> bool:
-        """True if `norm`, of `name` among `live` learners, is over 100 times the median (0 judges nothing)."""
+    def absurd(self, fragment: int, norm: float, name: str, live: Collection[str]) -> bool:
+        """True if `norm`, of `name` among the `live` learners, is over 100 times the median (0 judges nothing)."""
         known = self._norms[fragment]
         usual = median(known) if len(known) >= NORM_AFTER else 0.0
         if not usual or norm <= NORM_FACTOR * usual:
             return False
         refused = self._refused[fragment]
         refused[name] = (refused.get(name, (0, 0.0))[0] + 1, norm)
-        insist = [last for times, last in refused.values() if times >= INSISTS_AFTER]
-        if 2 * len(insist) <= live:
+        insist = [last for who, (times, last) in refused.items() if who in live and times >= INSISTS_AFTER]
+        if 2 * len(insist) <= len(live):
             return True
         known.clear()
         known.extend([median(insist)] * NORM_AFTER)
