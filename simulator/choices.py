@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .methods import Cell
-from .suites import MEAN, SMALL, Contrast, Suite, T, methods, searched, varied
+from .suites import MEAN, SMALL, Contrast, H, Suite, T, methods, searched, varied
 from .variant import Variant
 
 BUDGETS = (600, 1700, 4800)
@@ -30,6 +30,20 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
 """Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
+ELSEWHERE_LR: Mapping[str, float] = {
+    "H=1, synchronous": 48e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 24e-3,
+    "lr 1, momentum 0, M=4, H=6": 24e-3, "lr 1, momentum 0, M=4, H=12": 24e-3, "lr 1, momentum 0, M=4, H=48": 24e-3,
+    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 24e-3,
+    "lr 0.7, momentum 0.3, M=4, H=12": 24e-3, "lr 0.7, momentum 0.9, M=4, H=12": 24e-3,
+    "lr 0.7, momentum 0.3, M=4, H=48": 24e-3, "lr 0.7, momentum 0.9, M=4, H=48": 24e-3,
+    "outer lr 1 falling to 0.5": 24e-3, "outer lr 1.5 falling to 1": 24e-3, "momentum 0.5": 24e-3,
+    "momentum 0.5, rising over half of the run": 24e-3, "momentum 0.9, rising over the whole run": 24e-3,
+    "DiLoCo, H growing from 8 to 40": 24e-3, "batch four times as large, as many tokens": 48e-3,
+    "data-parallel, warm": 24e-3, "DiLoCo, warm": 12e-3, "Decoupled, warm": 12e-3, "lone, its share, warm": 12e-3,
+    "Decoupled, lr 0.7, momentum 0.9, warm": 12e-3,
+}  # fmt: skip
+"""Row of the suites gap, cadence, outer-elsewhere and warm -> its own best inner learning rate, where that may be
+another than INNER_LR's, by suite `inner-lr-elsewhere`."""
 OUTER_CHOICES = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.9))
 """The best two of suite `outer`, and the lineage's."""
 
@@ -52,6 +66,15 @@ def long_run(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
         for kind in ("data-parallel", "lone, its share", "Decoupled")
     )
     return parallel, alone, ours
+
+
+def tuned(made: Suite) -> Suite:
+    """Its rows at their rates in ELSEWHERE_LR, as far as they stand there."""
+    cells = tuple(
+        replace(cell, task=replace(cell.task, inner_lr=ELSEWHERE_LR.get(cell.name, cell.task.inner_lr)))
+        for cell in made.cells
+    )
+    return replace(made, cells=cells)
 
 
 def batch(name: str) -> Suite:
@@ -91,16 +114,15 @@ def outer_elsewhere(name: str) -> Suite:
         first, *others = (f"lr {lr:g}, momentum {mu:g}{tag}" for lr, mu in OUTER_CHOICES)
         contrasts += [Contrast(cell=other, against=first) for other in others]
     made = varied(name, "Do the best outer steps stay the best at other M and H?", rows, contrasts[0].against, {})
-    return replace(made, contrasts=tuple(contrasts), part="A", seeds=3)
+    return tuned(replace(made, contrasts=tuple(contrasts), part="A", seeds=3))
 
 
 def cadence(name: str) -> Suite:
     """H = 1 by the synchronous method: a fragment that travels takes as long as a step."""
-    rows: dict[str, dict[str, Any]] = {f"H={h}": {"settings": {"sync_every": h}} for h in (1, 6, 12, 24, 48, 96)}
-    rows["H=1"]["method"] = "synchronous"
-    return varied(
-        name, "How often must a fragment be merged?", rows, "H=24", {}, seeds=3, part="A", figures=("useful_share",)
-    )
+    rows: dict[str, dict[str, Any]] = {"H=1, synchronous": {"settings": {"sync_every": 1}, "method": "synchronous"}}
+    rows |= {f"H={h}": {"settings": {"sync_every": h}} for h in (6, 12, 24, 48, 96)}
+    asks = "How often must a fragment be merged?"
+    return tuned(varied(name, asks, rows, "H=24", {}, seeds=3, part="A", figures=("useful_share",)))
 
 
 def adoption(name: str) -> Suite:
@@ -146,13 +168,16 @@ def gap(name: str) -> Suite:
     ]  # fmt: skip
     larger = replace(
         ours, name="batch four times as large, as many tokens", steps=T // 4,
+        settings={**ours.settings, "sync_every": H // 4},
         task=replace(ours.task, batch_sequences=4 * SMALL.batch_sequences),
     )  # fmt: skip
     cells = [parallel, alone, ours, *tried, larger]
     contrasts = [
         Contrast(cell=cell.name, against=parallel.name, alone=alone.name) for cell in (ours, *tried, larger)
     ] + [Contrast(cell=cell.name, against=ours.name) for cell in tried]
-    return Suite(
-        name=name, asks="What closes the gap to data-parallel, M = 4?", cells=tuple(cells),
-        contrasts=tuple(contrasts), seeds=3, part="A",
+    return tuned(
+        Suite(
+            name=name, asks="What closes the gap to data-parallel, M = 4?", cells=tuple(cells),
+            contrasts=tuple(contrasts), seeds=3, part="A",
+        )
     )  # fmt: skip

@@ -7,6 +7,8 @@ them (findings.py) is made from that file alone.
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +42,59 @@ class Results:
         self.path, self.suite, self._text = folder / f"{suite.name}.jsonl", suite, text
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            written = self._whole_lines()
+            self.rows = self._read()
+            """Of this suite and text as they are now; what was trained with other settings does not count."""
         except (OSError, UnicodeDecodeError) as wrong:
             raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
-        known = {cell.identity for cell in suite.cells}
-        self.rows = [row for row in self._parsed(written) if row["cell"] in known and row["text"] == text]
-        """Of this suite and text as they are now; what was trained with other settings does not count."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody else writes to the file. SettingError if somebody does, or it cannot be written."""
+        try:
+            file = self.path.open("ab")
+        except OSError as wrong:
+            raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as wrong:
+                raise SettingError(
+                    f"{self.path} is being written by another comparison; wait for it, or name another --out"
+                ) from wrong
+            self.rows = self._read()
+            yield
 
     def missing(self, seeds: int) -> Iterator[tuple[Cell, int]]:
         """What is to be trained still, seed by seed."""
         done = {(row["cell"], row["seed"]) for row in self.rows}
-        for seed in range(seeds):
+        for seed in self._seeds(seeds):
             for cell in self.suite.cells:
                 if (cell.identity, seed) not in done:
                     yield cell, seed
 
+    def left(self, seeds: int) -> str:
+        """How many trainings are missing, and of how many."""
+        return f"{sum(1 for _ in self.missing(seeds))} of {len(self.suite.cells) * seeds} left"
+
     def add(self, row: dict[str, Any]) -> None:
+        """Keep a result. DilocoError if it cannot be written; then it is not among the rows, either."""
         row = {**row, "text": self._text}
-        self.rows.append(row)
+        line = (json.dumps(row) + "\n").encode()
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            with self.path.open("ab", buffering=0) as file:
+                if file.write(line) != len(line):  # half of it would be taken away at the next start
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as wrong:
             raise DilocoError(f"{self.path} cannot be written: {_why(wrong)}") from wrong
+        self.rows.append(row)
+
+    def _seeds(self, count: int) -> range:
+        return range(self.suite.first_seed, self.suite.first_seed + count)
+
+    def _read(self) -> list[dict[str, Any]]:
+        known, first = {cell.identity for cell in self.suite.cells}, self.suite.first_seed
+        rows = self._parsed(self._whole_lines())
+        return [r for r in rows if r["cell"] in known and r["text"] == self._text and r["seed"] >= first]
 
     def _whole_lines(self) -> list[str]:
         """What stands in the file; half a line, which one who was killed left at the end, is taken away."""
@@ -105,26 +138,27 @@ def run(
     corpus = load_corpus(data, max(cell.task.sequence_length for cell in suite.cells))
     if not corpus.holds_out:
         raise SettingError(f"{corpus.source} is too small to hold anything out for judging; give --data more text")
-    results = Results(folder, suite, corpus.sha256)
-    waits, total, failed = list(results.missing(seeds)), len(suite.cells) * seeds, list[str]()
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_own_threads) as pool:
-        running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
+    results, failed = Results(folder, suite, corpus.sha256), list[str]()
+    running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
 
-        def collect() -> None:
-            done = next(as_completed(running))
-            cell, seed = running.pop(done)
-            try:
-                results.add(done.result())
-            except BrokenProcessPool as wrong:
-                raise DilocoError(f"a process that trained {cell.name} was killed; is there memory for it?") from wrong
-            except DilocoError as wrong:  # another cell may well be trained
-                said(f"{cell.name}, seed {seed}: {wrong}")
-                failed.append(f"{cell.name}, seed {seed}")
-                return
-            left = total - len([r for r in results.rows if r["seed"] < seeds])
-            loss = results.rows[-1][f"val_{suite.part.lower()}"]
-            said(f"{cell.name}, seed {seed}: {loss:.4f} nats per byte ({left} of {total} left)")
+    def collect() -> None:
+        done = next(as_completed(running))
+        cell, seed = running.pop(done)
+        what = f"{cell.name}, seed {seed}"
+        try:
+            row = done.result()
+        except BrokenProcessPool as wrong:
+            raise DilocoError(f"a process that trained {cell.name} was killed; is there memory for it?") from wrong
+        except DilocoError as wrong:  # another cell may well be trained
+            said(f"{what}: {wrong}")
+            failed.append(what)
+            return
+        results.add(row)
+        said(f"{what}: {row[f'val_{suite.part.lower()}']:.4f} nats per byte ({results.left(seeds)})")
 
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_own_threads)
+    with results.alone(), pool:
+        waits = list(results.missing(seeds))
         try:
             while waits or running:
                 while waits and len(running) < jobs and time.monotonic() < ends_at:
@@ -139,10 +173,17 @@ def run(
                 while running:
                     collect()
             except KeyboardInterrupt:
-                for process in pool._processes.values():  # noqa: SLF001 nothing public ends them
-                    process.terminate()
+                _drop(pool)
+            raise
+        except BaseException:
+            _drop(pool)  # what cannot be kept need not be finished
             raise
     return results, failed
+
+
+def _drop(pool: ProcessPoolExecutor) -> None:
+    for process in pool._processes.values():  # noqa: SLF001 nothing public ends them
+        process.terminate()
 
 
 def _own_threads() -> None:

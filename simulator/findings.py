@@ -48,7 +48,12 @@ class Difference:
     unequal: bool = False
     """That they differ is what is asked."""
     kept: float | None = None
-    """Of what the reference gains over a lone learner, the share that the cell gains as well."""
+    """Of what the reference gains over a lone learner, the share that the cell gains as well, of the mean losses; None
+    where no such gain is shown.
+    """
+    kept_least: float | None = None
+    kept_most: float | None = None
+    """The same with the seed where it is least, and most."""
     line: str = ""
     at: float = 0.0
     """Where it stands in a picture of trends (simulator/suites.py)."""
@@ -90,9 +95,19 @@ def _difference(contrast: Contrast, rows: Sequence[dict[str, Any]], figure: str)
     return Difference(
         contrast.cell, contrast.against, contrast.within, mean(relative), low, high, len(seeds),
         max((tokens[s] / others[s] - 1 for s in seeds), key=abs), contrast.equal == "neither",
-        (mean(alone[0]) - mean(ours)) / (mean(alone[0]) - mean(theirs)) if alone else None,
-        contrast.line, contrast.at,
+        *(_kept(ours, theirs, alone[0]) if alone else (None, None, None)), contrast.line, contrast.at,
     )  # fmt: skip
+
+
+def _kept(
+    ours: Sequence[float], theirs: Sequence[float], alone: Sequence[float]
+) -> tuple[float | None, float | None, float | None]:
+    """Share of a gain: of the means, and the least and the most of single seeds."""
+    gains = [a - t for a, t in zip(alone, theirs, strict=True)]
+    if interval(gains)[0] <= 0:
+        return None, None, None
+    shares = [(a - o) / gain for a, o, gain in zip(alone, ours, gains, strict=True) if gain > 0]
+    return (mean(alone) - mean(ours)) / mean(gains), min(shares), max(shares)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -164,11 +179,15 @@ def _contrasts(found: Sequence[Difference]) -> list[str]:
     lines = ["", _row(head), "|---" * len(head) + "|"]
     for d in found:
         span = f"{d.low:+.2%} to {d.high:+.2%}" if math.isfinite(d.high) else "one seed"
-        kept = [f"{d.kept:.0%}" if d.kept is not None else ""] if keeps else []
+        kept = [_told_kept(d)] if keeps else []
         lines.append(
             _row([d.cell, d.against, f"{d.mean:+.2%}", span, str(d.seeds), f"{d.tokens:+.1%}", d.verdict, *kept])
         )
     return lines
+
+
+def _told_kept(d: Difference) -> str:
+    return "" if d.kept is None else f"{d.kept:.0%} ({d.kept_least:.0%} to {d.kept_most:.0%})"
 
 
 def _bests(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[str]:

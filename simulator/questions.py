@@ -11,7 +11,7 @@ from typing import Any
 from ..common.errors import SettingError
 from . import choices
 from .methods import Cell
-from .suites import INNER_LR, PUBLISHED, SMALL, Contrast, Suite, T, methods, varied
+from .suites import INNER_LR, PUBLISHED, SMALL, Contrast, Suite, T, methods, searched, varied
 from .variant import Variant
 
 QUICK = replace(SMALL, sequence_length=32)
@@ -60,12 +60,12 @@ def _learners(name: str) -> Suite:
 
 
 def _two(name: str) -> Suite:
-    """Of two learners single runs scatter most."""
+    """Of two learners single runs scatter most; with seeds that suite `learners` has not seen."""
     kept = ("DiLoCo", "Streaming DiLoCo", "Decoupled")
     made = methods(SMALL, 2, T, {kind: INNER_LR[kind] for kind in kept})
     ours = made["Decoupled"].name
     return Suite(
-        name=name, asks="And for M = 2, with more seeds?", cells=tuple(made.values()), seeds=24,
+        name=name, asks="And for M = 2, with other seeds?", cells=tuple(made.values()), seeds=16, first_seed=8,
         contrasts=tuple(Contrast(cell=ours, against=made[kind].name, within=0.005) for kind in kept[:2]),
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def _int4(name: str) -> Suite:
     made = _codecs(name)
     names = ("int4 up, int4 down", "f32 up, f32 down")
     return replace(
-        made, asks="And int4 both ways, with more seeds?", seeds=16,
+        made, asks="And int4 both ways, with other seeds?", seeds=10, first_seed=6,
         cells=tuple(cell for cell in made.cells if cell.name in names),
         contrasts=tuple(c for c in made.contrasts if c.cell == names[0] and c.against == names[1]),
     )  # fmt: skip
@@ -220,16 +220,26 @@ def _warm(name: str) -> Suite:
             Contrast(cell=ours.name, against=named["DiLoCo"].name),
             Contrast(cell=momentum.name, against=ours.name),
         ]
-    return Suite(
-        name=name, asks="Does it matter whether a run begins from scratch or with a model that was trained before?",
-        cells=tuple(cells), contrasts=tuple(contrasts), seeds=3,
+    return choices.tuned(
+        Suite(
+            name=name, asks="Does it matter whether a run begins from scratch or with a model that was trained before?",
+            cells=tuple(cells), contrasts=tuple(contrasts), seeds=3,
+        )
     )  # fmt: skip
+
+
+def _rates_elsewhere(name: str) -> Suite:
+    suites = (choices.gap("gap"), choices.cadence("cadence"), choices.outer_elsewhere("outer-elsewhere"), _warm("warm"))
+    made = {cell.name: cell for each in suites for cell in each.cells if cell.name in choices.ELSEWHERE_LR}
+    asks = "And where H, the outer step, the batch or the start is another?"
+    return searched(name, asks, made.values(), seeds=2, rates=())
 
 
 SUITES: dict[str, Callable[[str], Suite]] = {
     "quick": _quick,
     "inner-lr": choices.inner_rates,
     "inner-lr-long": choices.inner_rates_long,
+    "inner-lr-elsewhere": _rates_elsewhere,
     "batch": choices.batch,
     "learners": _learners,
     "two": _two,

@@ -62,6 +62,8 @@ class Suite:
     cells: tuple[Cell, ...]
     contrasts: tuple[Contrast, ...] = ()
     seeds: int = 8
+    first_seed: int = 0
+    """A suite that asks again what another could not show takes seeds of its own."""
     part: Literal["A", "B"] = "B"
     """The held-out part that it is judged on: A where it is there to choose settings."""
     figures: tuple[str, ...] = ()

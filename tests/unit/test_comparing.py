@@ -100,12 +100,26 @@ def test_cells_that_were_trained_on_unequal_tokens_are_not_held_against_each_oth
 def test_what_is_kept_of_a_gain_is_a_share_of_the_way_from_a_lone_learner_to_the_reference() -> None:
     alone = replace(THEIRS, name="alone", method="lone")
     judged = replace(PAIR, cells=(OURS, THEIRS, alone), contrasts=(replace(PAIR.contrasts[0], alone="alone"),))
-    rows = [row(OURS, seed, 2.2) for seed in range(2)] + [row(THEIRS, seed, 2.0) for seed in range(3)]
+    rows = [row(cell, seed, loss) for cell, loss in ((OURS, 2.2), (THEIRS, 2.0)) for seed in range(3)]
     assert differences(judged, rows) == [], "nothing is said without the lone learner"
     rows += [row(alone, seed, 3.0) for seed in range(3)]
     (found,) = differences(judged, rows)
     assert found.kept is not None
     assert math.isclose(found.kept, 0.8)
+    rows[0]["val_b"], rows[-1]["val_b"] = 2.4, 2.8
+    (found,) = differences(judged, rows)
+    assert [round(share, 3) for share in (found.kept or 0, found.kept_least or 0, found.kept_most or 0)] == [
+        0.714, 0.6, 0.8
+    ]  # fmt: skip
+
+
+def test_of_a_gain_that_is_not_shown_no_share_is_told() -> None:
+    alone = replace(THEIRS, name="alone", method="lone")
+    judged = replace(PAIR, cells=(OURS, THEIRS, alone), contrasts=(replace(PAIR.contrasts[0], alone="alone"),))
+    rows = [row(cell, seed, loss) for cell, losses in ((OURS, (2.2, 2.2)), (THEIRS, (2.0, 2.0)), (alone, (1.9, 3.0)))
+            for seed, loss in enumerate(losses)]  # fmt: skip
+    (found,) = differences(judged, rows)
+    assert (found.kept, found.kept_least, found.kept_most) == (None, None, None)
 
 
 def test_the_best_of_a_search_is_named_and_whether_the_grid_ends_there(tmp_path: Path) -> None:
@@ -152,6 +166,47 @@ def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_goes_on_b
     path.write_bytes(path.read_bytes() + b'{"cell": "x')
     Results(tmp_path, PAIR, "text").add(row(THEIRS, 0, 2.0))
     assert [r["name"] for r in Results(tmp_path, PAIR, "text").rows] == ["ours", "theirs"]
+
+
+def test_a_suite_that_asks_again_takes_seeds_of_its_own(tmp_path: Path) -> None:
+    results = Results(tmp_path, PAIR, "text")
+    for seed in range(4):
+        results.add(row(OURS, seed, 2.0))
+    again = Results(tmp_path, replace(PAIR, first_seed=3), "text")
+    assert [r["seed"] for r in again.rows] == [3]
+    assert [(cell.name, seed) for cell, seed in again.missing(2)] == [("theirs", 3), ("ours", 4), ("theirs", 4)]
+
+
+def test_two_comparisons_do_not_write_to_one_file(tmp_path: Path) -> None:
+    with Results(tmp_path, PAIR, "text").alone(), pytest.raises(SettingError, match="by another comparison; wait"):
+        run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, said=lambda _: None)
+    assert (tmp_path / "pair.jsonl").read_bytes() == b""
+
+
+def test_on_a_full_disk_a_comparison_stops_and_loses_what_it_cannot_keep_and_no_more(tmp_path: Path) -> None:
+    Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
+    size = (tmp_path / "pair.jsonl").stat().st_size
+    code = f"""
+import resource, signal, math, sys
+from pathlib import Path
+from dataclasses import replace
+from decoupled_diloco.common.config import TaskSettings
+from decoupled_diloco.common.errors import DilocoError
+from decoupled_diloco.simulator import comparing, methods, suites
+cells = tuple(methods.Cell(name=str(n), method="lone", learners=1, steps=2) for n in range(4))
+suite = suites.Suite(name="pair", asks="?", cells=cells)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size} + 40, {size} + 40))
+said = []
+try:
+    comparing.run(suite, Path({str(tmp_path)!r}), data=None, seeds=1, jobs=1, minutes=math.inf, said=said.append)
+except DilocoError as wrong:
+    print(wrong, said)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert "pair.jsonl cannot be written: " in done.stdout, done.stderr
+    assert done.stdout.endswith("[]\n"), "nothing is said to be kept"
+    assert [r["seed"] for r in Results(tmp_path, PAIR, "text").rows] == [0]
 
 
 def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
