@@ -15,7 +15,6 @@ from ..common.log import get_logger
 from ..common.wire import Beat, Call, Delta, Fetch, Goodbye, Keyframe, Message, Plane, Seed, Update, Welcome
 from .admission import Admission, Admitted
 from .answers import Answer, Answers, encode_answer
-from .books import Mark
 from .desk import Arrival, Capture, Desk, Joined
 from .discover import other_version
 from .follower import Follower, Public
@@ -204,10 +203,7 @@ class Conversation:
         self._conclude()
 
     def _arrival(self, fragment: int, public: Public) -> Arrival:
-        own = None
-        for name, incarnation, steps, tokens in public.contributors:
-            if (name, incarnation) == self.me.pair:
-                own = Mark(steps, tokens)
+        own = public.part_of(self.me.pair)
         if self.me.pin:
             public = Public(public.version, public.vector.pin_memory(), public.digest, public.contributors)
         return Arrival(fragment, self.epoch, public, own)

@@ -17,6 +17,7 @@ from ..common.codec import apply_step, digest, encoded_bytes
 from ..common.errors import Malformed
 from ..common.fragments import Fragment, Plan
 from ..common.wire import FETCH_WINDOW, Assembly, Chunked, Keyframe, Update, chunk_count
+from .books import Mark
 
 GAP_SECONDS = 1.5
 """A fragment that is behind what a Beat tells, and of whose next version nothing came for so long, has a gap."""
@@ -39,6 +40,11 @@ class Public:
     digest: str
     contributors: tuple[tuple[str, int, int, int], ...] = ()
     """(name, incarnation, steps_to, tokens_to) of what was merged into it; empty if it came as a keyframe."""
+
+    def part_of(self, who: tuple[str, int]) -> Mark | None:
+        """The counters up to which that learner's work is in it; None if none of this merge is."""
+        marks = (Mark(steps, tokens) for *merged, steps, tokens in self.contributors if tuple(merged) == who)
+        return next(marks, None)
 
 
 @dataclass(frozen=True)

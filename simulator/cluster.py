@@ -26,6 +26,7 @@ from ..learner.follower import Public
 from ..learner.pace import Pace
 from ..learner.reports import Traffic, alive
 from ..learner.text import generator
+from ..syncer.ledger import Who
 from ..syncer.rounds import Called, Drained, Lost, Merge, Unmet
 from ..syncer.telling import learner_rows, run_figures
 from .failures import Stretch
@@ -55,6 +56,8 @@ class Member:
     name: str
     lives: Iterable[tuple[Life, float]]
     """(steps, when it dies, in virtual seconds), in order of their beginnings; infinity where it never does."""
+    comes_at: float = 0.0
+    """Since when it is allocated, dead or alive."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class Outcome:
     model_hash: str
     virtual_seconds: float
     goodput: float
-    """Share of the time of all learners, from the first step on, in which they made steps with all they have."""
+    """Share of the time for which learners are allocated, from the first step on, in which they made steps with all
+    they have.
+    """
     worked_seconds: float
     """Real seconds inside inner steps."""
     real_seconds: float
@@ -82,6 +87,8 @@ class _Present:
     answers: Answers
     pace: Pace
     dies_at: float
+    held: list[int]
+    """The newest version of each fragment that was delivered."""
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     bytes_up: int = 0
@@ -108,11 +115,7 @@ class Cluster:
     """Called with the global step at each beat."""
 
     def __post_init__(self) -> None:
-        if self.settings.quorum > len(self.members):
-            raise SettingError(
-                f"--quorum {self.settings.quorum} is more than the {len(self.members)} learners: nothing would ever be "
-                "merged; lower --quorum or raise --learners"
-            )
+        check_quorum(self.settings, len(self.members))
         self.now = 0.0
         self._rounds, self._figures = self.substance.rounds, self.substance.figures
         self._order = count()
@@ -146,10 +149,14 @@ class Cluster:
             learners=learner_rows(self._rounds),
             model_hash=self._model_hash,
             virtual_seconds=self.now,
-            goodput=round(self._useful_seconds / (len(self.members) * (self.now - self._began_at)), 4),
+            goodput=round(self._useful_seconds / self._allocated_seconds(), 4),
             worked_seconds=self._worked_seconds,
             real_seconds=time.perf_counter() - began,
         )
+
+    def _allocated_seconds(self) -> float:
+        """Of all learners together, up to now."""
+        return sum(max(0.0, self.now - max(self._began_at, member.comes_at)) for member in self.members)
 
     def _at(self, when: float, happens: Callable[[], object]) -> None:
         heapq.heappush(self._events, (max(when, self.now), next(self._order), happens))
@@ -183,7 +190,9 @@ class Cluster:
         incarnation = incarnation_of(self.settings.seed, name, number)
         worker = self.substance.worker(name, incarnation, self.tape)
         self._rounds.join(name, incarnation, self.now)
-        present = _Present(name, worker, Answers(worker.me), Pace(self.now), dies_at)
+        present = _Present(
+            name, worker, Answers(worker.me), Pace(self.now), dies_at, held=list(self._rounds.versions)
+        )  # fmt: skip
         self._present[name] = present
         self._tick()
         beat = self._beat_message()
@@ -196,7 +205,6 @@ class Cluster:
         if present.gone:
             return
         self._began_at = min(self._began_at, self.now)
-        present.pace.leave(self.now)
         present.worker.begin_step(self.now)
         present.worker.share = stretch.share
         if stretch.end < present.dies_at:
@@ -211,11 +219,10 @@ class Cluster:
         worker, began = present.worker, time.perf_counter()
         present.loss = worker.step([*present.answers.calls.values()])
         if worker.wants_reset():
-            present.answers.drop()
-            for fragment, public in enumerate(self.substance.whole()):
-                worker.deliver(fragment, public, reset=True)
+            self._reset(present)
         self._worked_seconds += time.perf_counter() - began
         present.pace.enter(self.now)
+        present.pace.leave(self.now)  # at once: a pause before the next step is a part of that, as in a real loop
         for sent in worker.sent():
             self._send(present, sent)
         if present.pace.step_seconds and not present.timed:
@@ -231,16 +238,44 @@ class Cluster:
         """An answer is on its way; it counts when all of it is there."""
         present.bytes_up += sent.octets
         present.up_free_at = max(self.now, present.up_free_at) + self.way.seconds(sent.octets)
-        self._at(present.up_free_at + self.way.latency_seconds, partial(self._take, present, sent))
+        leaves_at = present.up_free_at
+        self._at(leaves_at + self.way.latency_seconds, partial(self._take, present, sent, leaves_at))
+        if not present.timed:
+            self._report(present)  # the syncer does not know its pace yet, and so not that it can have done this
 
-    def _take(self, present: _Present, sent: Sent) -> None:
-        """An answer is here. The machine looks after all that arrives at this moment, as the syncer's own loop does."""
-        if not present.gone and self.substance.take(sent):
-            self._at(self.now, self._tick)
+    def _take(self, present: _Present, sent: Sent, left_at: float) -> None:
+        """An answer is here, unless its sender died before all of it had left. The machine looks after all that arrives
+        at this moment, as the syncer's own loop does.
+        """
+        if present.gone and present.dies_at < left_at:
+            return
+        refused = self.substance.take(sent)
+        if refused:
+            self._reject(present.worker.me.pair, refused)
+            return
+        member = self._rounds.members.get(present.worker.me.pair)
+        if member is not None:
+            member.rejected_in_a_row = 0
+        self._at(self.now, self._tick)
+
+    def _reject(self, who: Who, reason: str) -> None:
+        """As the syncer does: who is refused too often for what it sends starts over."""
+        member, present = self._rounds.members.get(who), self._present.get(who[0])
+        if member is not None and present is not None and member.reject(reason) and member.order_reset(self.now):
+            self._after(self.way.latency_seconds, partial(self._reset, present))
+
+    def _reset(self, present: _Present) -> None:
+        """Everything anew, and nothing of what it did since."""
+        if present.gone:
+            return
+        present.answers.drop()
+        for fragment, public in enumerate(self.substance.whole()):
+            present.held[fragment] = public.version
+            present.worker.deliver(fragment, public, reset=True)
 
     def _die(self, present: _Present) -> None:
         if not present.gone:
-            present.gone = True
+            present.gone, present.dies_at = True, self.now
             present.worker.close()
 
     def _report_each_second(self, present: _Present) -> None:
@@ -280,12 +315,20 @@ class Cluster:
                     return
                 case Lost() | Unmet():
                     pass
-        due = max(self._rounds.next_deadline(self.now), math.nextafter(self.now, math.inf))
-        if not self.now < self._tick_at <= due:
-            self._tick_at = due
-            self._at(due, lambda: self._tick() if self._tick_at <= self.now else None)
+        self._arrange_tick(max(self._rounds.next_deadline(self.now), math.nextafter(self.now, math.inf)))
+
+    def _arrange_tick(self, due: float) -> None:
+        """The machine looks again at `due`, if it does not before. One look is arranged at a time: an earlier one takes
+        its place, and the later event then does nothing.
+        """
+        if self.now < self._tick_at <= due:
+            return
+        self._tick_at = due
+        self._at(due, lambda: self._tick() if self._tick_at <= self.now else None)
 
     def _merge(self, merge: Merge) -> None:
+        for answer in merge.unreported:
+            self._reject(answer.who, "unreported")
         made = self.substance.merge(merge, self.now)
         if made is None:
             self._call(self._rounds.wire_call(self._rounds.failed(merge, self.now).call))
@@ -299,7 +342,10 @@ class Cluster:
         self._at(self.now, self._tick)  # the call's place may be another's now
 
     def _deliver(self, present: _Present, merge: Merge, public: Public) -> None:
-        present.worker.deliver(merge.call.fragment, public)
+        fragment = merge.call.fragment
+        if public.version > present.held[fragment]:  # else it was under way when all was fetched anew
+            present.held[fragment] = public.version
+            present.worker.deliver(fragment, public)
         present.answers.calls.pop(merge.call.slot, None)
 
     def _call(self, call: Call) -> None:
@@ -345,6 +391,15 @@ class Cluster:
         self._model_hash = self.substance.finish()
         self._rounds.ledger.close_all()
         self._over = True
+
+
+def check_quorum(settings: RunSettings, learners: int) -> None:
+    """SettingError if so many learners never meet it."""
+    if settings.quorum > learners:
+        raise SettingError(
+            f"--quorum {settings.quorum} is more than the {learners} learners: nothing would ever be merged; "
+            "lower --quorum or raise --learners"
+        )
 
 
 def incarnation_of(seed: int, name: str, life: int) -> int:

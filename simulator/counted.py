@@ -47,36 +47,41 @@ class Counted:
         del tape
         octets = encoded_bytes(self.settings.codec_up, self.size)
         me = Identity(run=self.settings.run, name=name, incarnation=incarnation, layout=Layout(()))
-        return CountingWorker(me, self.rounds.versions, octets, self.tokens_a_step)
+        return CountingWorker(me, self.rounds.versions, octets, self.tokens_a_step, self.settings.adopt == "rebase")
 
     def whole(self) -> list[Public]:
         return [Public(version, NOTHING, "") for version in self.rounds.versions]
 
-    def take(self, sent: Sent) -> bool:
-        return not self.rounds.answer(sent.content)
+    def take(self, sent: Sent) -> str:
+        return self.rounds.answer(sent.content)
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int]:
         rounds, fragment = self.rounds, merge.call.fragment
         rounds.merged(merge, MERGE_SECONDS)
         count_merge(rounds, self.figures, merge, now, MERGE_SECONDS)
-        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
-        public = Public(rounds.versions[fragment], NOTHING, "", contributors)
+        public = Public(rounds.versions[fragment], NOTHING, "", merge.contributors)
         return public, encoded_bytes(self.settings.codec_down, self.size)
 
     def finish(self) -> str:
+        self.rounds.ended("")
         return ""
 
 
 class CountingWorker:
     """A learner's books, and nothing that they are about."""
 
-    def __init__(self, me: Identity, versions: Sequence[int], octets: int, tokens_a_step: int) -> None:
-        self.me, self.share = me, 1.0
+    def __init__(
+        self, me: Identity, versions: Sequence[int], octets: int, tokens_a_step: int, rebases: bool
+    ) -> None:  # fmt: skip
+        """octets: of an answer. rebases: what it did since its capture is kept where the capture was merged."""
+        self.me, self.share, self._rebases = me, 1.0, rebases
         self._octets, self._tokens = octets, tokens_a_step
         self._books = Books(me.pair, len(versions))
         for fragment, version in enumerate(versions):
             self._books.adopted(fragment, EPOCH, version)
-        self._waits: dict[int, int] = {}
+        self._waits: dict[int, Public] = {}
+        self._captured: dict[int, Mark] = {}
+        """Fragment -> where its last capture that was not adopted yet ends."""
         self._sent: list[Sent] = []
 
     @property
@@ -93,10 +98,13 @@ class CountingWorker:
 
     def step(self, calls: Sequence[Call]) -> None:
         self._books.count(max(1, round(self.share * self._tokens)))
-        for fragment, version in self._waits.items():
-            self._books.adopted(fragment, EPOCH, version)
+        for fragment, public in self._waits.items():
+            until = self._captured.pop(fragment, None)
+            kept = until if self._rebases and until == public.part_of(self.me.pair) else None
+            self._books.adopted(fragment, EPOCH, public.version, kept)
         self._waits.clear()
-        self._sent = [self._answer(call) for call in calls if self._books.may_answer(call)]
+        wanted = [call for call in calls if self._books.may_answer(call)]
+        self._sent = [self._answer(call) for call in wanted]
 
     def sent(self) -> list[Sent]:
         return self._sent
@@ -105,14 +113,14 @@ class CountingWorker:
         return False
 
     def deliver(self, fragment: int, public: Public, *, reset: bool = False) -> None:
-        del reset
-        self._waits[fragment] = public.version
+        self._waits[fragment] = Public(public.version, public.vector, public.digest) if reset else public
 
     def close(self) -> None: ...
 
     def _answer(self, call: Call) -> Sent:
         version = self._books.accounts[call.fragment].version
         since, until = self._books.captured(call)
+        self._captured[call.fragment] = until
         answer = Answer(
             who=self.me.pair, fragment=call.fragment, slot=call.slot, attempt=call.attempt, base_version=version,
             tokens_from=since.tokens, tokens_to=until.tokens, steps_from=since.steps, steps_to=until.steps,

@@ -68,7 +68,7 @@ class Group:
         """Useful stretches in order of time, until `seconds`.
 
         Between two steps the group takes leave of what failed or went, and takes back what returned: one pause, as
-        long as the longer of the two. What fails meanwhile is left out as well.
+        long as the longer of the two. During a pause nothing fails.
         """
         t, model, present, failed = 0.0, self.model, self._present(0.0), 0
         while t < seconds:
@@ -76,6 +76,8 @@ class Group:
             returned = self._returned(t)
             pause = self._pause(shrinks=failed > 0 or present < before, grows=returned > 0 or present > before)
             t += pause
+            if t >= seconds:
+                return
             failed, alive = 0, present - self._failed
             if alive <= 0 or (not self._elastic and present < self.slices):
                 t = self._next_change(t)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..common.errors import SettingError
 from .failures import Absence, Group, Stretch, days, site_outages
 from .settings import FailureModel, GoodputPlan
 
@@ -98,8 +97,7 @@ def absences_of(model: FailureModel, number: int, groups: int, seconds: float, s
 
 def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, Outcome]:
     """The three systems on the same chips."""
-    if model.slice_chips > plan.chips:
-        raise SettingError(f"--slice-chips {model.slice_chips} is more than the cluster's {plan.chips} chips")
+    model.check_slices(plan.chips, plan.learners)
     systems: tuple[System, ...] = ("rigid", "elastic", "decoupled")
     return {
         system: simulate(system, plan.learners, plan.chips, model, steps=plan.steps(model), seed=plan.seed)

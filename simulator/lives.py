@@ -29,6 +29,7 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
             lives=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
             if plan.chips
             else _lives(plan, number, seed, horizon_seconds),
+            comes_at=_comes_at(plan, number),
         )
         for number in range(1, plan.learners + plan.late + 1)
     ]
@@ -79,6 +80,7 @@ def _check(plan: ClusterPlan, failures: FailureModel) -> None:
     """What would be ignored is an error: chips have the failure model's pace and absences, the others their own."""
     ours, theirs = {f.name: f.default for f in fields(ClusterPlan)}, {f.name: f.default for f in fields(FailureModel)}
     if plan.chips:
+        failures.check_slices(plan.chips, plan.learners)
         names = ("absent", "slowest", "absence_seconds", "stragglers", "late", "late_seconds")
         idle = [n for n in names if getattr(plan, n) != ours[n]]
         if idle:
@@ -104,10 +106,14 @@ def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, ho
     return Group(failures, plan.chips / plan.learners, rng, list(absences)).life(horizon_seconds)
 
 
+def _comes_at(plan: ClusterPlan, number: int) -> float:
+    return plan.late_seconds if number > plan.learners else 0.0
+
+
 def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[Life, float]]:
     """(steps, death) of one learner: present and absent times are exponential, with the plan's means."""
     step, rng = pace(plan, number), generator("absences", seed, number)
-    comes = plan.late_seconds if number > plan.learners else 0.0
+    comes = _comes_at(plan, number)
     if not plan.absent:
         yield steady(step, begins=comes), math.inf
         return

@@ -37,7 +37,7 @@ Method = Literal["data-parallel", "lone", "synchronous", "decoupled"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """data-parallel: one model on the batches of all learners at once. lone: one learner by itself. synchronous: all wait
 for one another every H steps (DiLoCo; with H = 1 averaging at every step). decoupled: a virtual run."""
-REVISION = 2
+REVISION = 3
 """Of what is trained by a cell: to be raised when a method changes, so that older results do not count."""
 LEAD_STEPS = 3
 """Inner steps that learners of a virtual run take beyond its T: until the first round opens, and while the last ones
@@ -85,6 +85,8 @@ class Cell:
         idle = sorted((tried | self.cluster.keys() | self.failures.keys()) - set(USES[self.method]))
         idle += ["equal_tokens"] * (self.equal_tokens and self.method != "decoupled")
         idle += ["keeps"] * (self.variant.keeps and self.settings.get("adopt") != "rebase")
+        if self.variant.keeps and self.equal_tokens:
+            raise SettingError(f"{self.name}: what keeping merges is not known by counting, so equal_tokens cannot be")
         if idle:
             raise SettingError(f"{self.name}: {idle[0]} has no effect on {self.method}")
 

@@ -153,8 +153,9 @@ class _Replay:
             )
         for answer in merge.answers:
             served.screen.merged(merge.call.fragment, answer.vector.norm)
-        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
-        public = Public(merged.version, served.state.public[merge.call.fragment], merged.digest, contributors)
+        public = Public(
+            merged.version, served.state.public[merge.call.fragment], merged.digest, merge.contributors
+        )  # fmt: skip
         self._world.made(merge.call.fragment, public)
 
     def _torch(self) -> str:

@@ -13,7 +13,7 @@ from ..learner.evaluate import evaluate, validation_windows
 from ..learner.replica import Replica
 from ..learner.text import load_corpus
 from ..learner.transformer import Transformer
-from .cluster import Cluster, Outcome, Way
+from .cluster import Cluster, Outcome, Way, check_quorum
 from .counted import Counted
 from .lives import members_of
 from .settings import ClusterPlan, FailureModel
@@ -23,7 +23,7 @@ from .trained import Trained
 LONGEST = 40.0
 """So many times as long as without any failure a virtual run may take."""
 ROUND_TRIPS = 10
-"""Of messages, that it takes at least, however short it is."""
+"""So many ways there and back are added to that, which matters where the way is longer than the run."""
 TELLS_LATEST_SECONDS = 2.5
 """A virtual second has no meaning for chips whose step takes many: they tell half a step apart, but within the time
 after which a silent learner is lost."""
@@ -40,6 +40,7 @@ def run(
     said: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Figures of the run, and with a model its losses on held-out part B (nats per byte)."""
+    check_quorum(settings, len(members_of(plan, failures, settings.seed, 0.0)))  # before a tape is begun
     if plan.cost_only:
         counted = Counted(settings, parameters=int(plan.params), tokens_a_step=task.tokens_per_step, tape=tape)
         return _told(cluster_of(plan, failures, settings, counted, said=said).run())

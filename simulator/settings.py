@@ -161,6 +161,14 @@ class FailureModel:
                             ("mtbi_years", 1e-6), ("step_seconds", 1e-3)):  # fmt: skip
             _more_than(self, name, least, inclusive=True)
 
+    def check_slices(self, chips: int, learners: int) -> None:
+        """SettingError if a learner's share of the chips is not even one slice."""
+        if self.slice_chips > chips / learners:
+            raise SettingError(
+                f"--slice-chips {self.slice_chips} is more than each of {learners} learners has of {chips} chips; "
+                "lower --slice-chips or --learners, or raise --chips"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

@@ -78,8 +78,8 @@ class Substance(Protocol):
     def whole(self) -> Sequence[Public]:
         """The newest version of every fragment."""
 
-    def take(self, sent: Sent) -> bool:
-        """An answer arrives; whether the round machine took it."""
+    def take(self, sent: Sent) -> str:
+        """An answer arrives; why it is refused, or "" if it is taken."""
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:
         """Carry out a merge and book it: the new version, and its size on the way down; None if it gave nothing."""

@@ -8,7 +8,7 @@ import torch
 
 from ..common.codec import digest
 from ..common.config import RunSettings, TaskSettings
-from ..common.errors import Malformed
+from ..common.errors import Malformed, SettingError
 from ..common.fragments import MergeKind, Plan, balanced_plan, default_fragments
 from ..learner.desk import Joined
 from ..learner.follower import Public
@@ -39,7 +39,11 @@ class Trained:
         variant: Variant = USUAL,
         model: Transformer | None = None,
     ) -> None:
-        """model: what the run begins with; None = what its seed makes. With a tape both are as they are by default."""
+        """model: what the run begins with; None = what its seed makes. A tape says nothing of either, nor of a
+        variant: SettingError where there are both.
+        """
+        if tape is not None and (model is not None or variant != USUAL):
+            raise SettingError("a run of another rule or another start has no tape: it would replay to other bits")
         self.settings, self.task, self.corpus = settings, task, corpus
         self.variant = variant
         self.state, self.plan = version_zero(settings, task, variant.merge, model)
@@ -62,13 +66,13 @@ class Trained:
     def whole(self) -> list[Public]:
         return list(self._whole)
 
-    def take(self, sent: Sent) -> bool:
+    def take(self, sent: Sent) -> str:
+        answers = (self._served.intake.take(chunk) for chunk in sent.content)
         try:
-            for chunk in sent.content:
-                answer = self._served.intake.take(chunk)
-        except Malformed:
-            return False  # late, or of an older attempt
-        return answer is not None and not self.rounds.answer(answer)
+            (answer,) = (answer for answer in answers if answer is not None)  # all chunks are here, so it is whole
+        except Malformed as wrong:
+            return wrong.reason
+        return self.rounds.answer(answer)
 
     def merge(self, merge: Merge, now: float) -> tuple[Public, int] | None:
         fragment = merge.call.fragment
@@ -79,8 +83,7 @@ class Trained:
             return None
         if not self.variant.feedback:
             self.state.residual[fragment] = torch.zeros_like(self.state.residual[fragment])
-        contributors = tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers)
-        public = Public(merged.version, self.state.public[fragment], merged.digest, contributors)
+        public = Public(merged.version, self.state.public[fragment], merged.digest, merge.contributors)
         book_merge(self._served, merge, merged, now, MERGE_SECONDS)
         self._whole[fragment] = public
         return public, len(merged.payload)

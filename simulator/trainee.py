@@ -165,12 +165,7 @@ class Trainee:
 
     def arrival(self, fragment: int, epoch: int, public: Public, *, told: bool = True) -> Arrival:
         """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""
-        own = next(
-            (Mark(steps, tokens) for name, incarnation, steps, tokens in public.contributors
-             if told and (name, incarnation) == self.me.pair),
-            None,
-        )  # fmt: skip
-        return Arrival(fragment, epoch, public, own)
+        return Arrival(fragment, epoch, public, public.part_of(self.me.pair) if told else None)
 
     def close(self) -> None:
         self.session.close("stopped")

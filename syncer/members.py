@@ -28,6 +28,14 @@ REMEMBERED = 256
 """Names that left or were lost and are still listed; the oldest are forgotten first."""
 
 
+RESET_AFTER = 3
+"""Answers in a row rejected for what they hold, after which a learner is reset by keyframes."""
+RESET_SECONDS = 5.0
+"""How long a reset may take before it is ordered again."""
+CONTENT_REASONS = frozenset({"nonfinite", "norm", "scale", "code", "size", "stale", "unreported"})
+"""Reasons that speak of what a learner sent; being late or repeated is no fault."""
+
+
 @dataclass
 class Member:
     """One learner as the syncer sees it; `alive` is its last report."""
@@ -49,6 +57,19 @@ class Member:
     @property
     def who(self) -> Who:
         return self.name, self.incarnation
+
+    def reject(self, reason: str) -> bool:
+        """An answer of it was not taken: count it. True where too many in a row hold what they must not."""
+        self.rejected += 1
+        self.rejected_in_a_row += reason in CONTENT_REASONS
+        return reason in CONTENT_REASONS and self.rejected_in_a_row >= RESET_AFTER
+
+    def order_reset(self, now: float) -> bool:
+        """True if it is to start over now, and was not told so a moment ago."""
+        if now - self.reset_at < RESET_SECONDS:
+            return False
+        self.rejected_in_a_row, self.reset_at = 0, now
+        return True
 
     @property
     def step_seconds(self) -> float:

@@ -85,7 +85,7 @@ class Merging:
             "fragment": call.fragment,
             "version": merged.version,
             "base_version": merged.base_version,
-            "contributors": tuple((*a.who, a.steps_to, a.tokens_to) for a in merge.answers),
+            "contributors": merge.contributors,
             "codec": settings.codec_down,
             "digest": merged.digest,
         }

@@ -12,17 +12,10 @@ from ..common.log import printable
 from ..common.wire import Alive, Goodbye, Hello, Seed, Welcome
 from .export import read_model
 from .joining import Joining, Reply, Seeding
-from .members import Member, Members
+from .members import RESET_AFTER, Member, Members
 from .parts import Parts, Run, Served
 from .start import serve
 from .state import GlobalState
-
-RESET_AFTER = 3
-"""Answers in a row rejected for what they hold, after which a learner is reset by keyframes."""
-RESET_SECONDS = 5.0
-"""How long a reset may take before it is ordered again."""
-CONTENT_REASONS = frozenset({"nonfinite", "norm", "scale", "code", "size", "stale", "unreported"})
-"""Reasons that speak of what a learner sent; being late or repeated is no fault."""
 
 
 class Reception:
@@ -105,20 +98,13 @@ class Reception:
         """Something of this learner was not taken: count it, and after three wrong answers in a row reset it."""
         served = self._run.served
         member = served.rounds.members.get((name, incarnation)) if served else None
-        if member is None:
-            return
-        member.rejected += 1
-        if reason in CONTENT_REASONS:
-            member.rejected_in_a_row += 1
-            if member.rejected_in_a_row >= RESET_AFTER:
-                self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
+        if member is not None and member.reject(reason):
+            self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
 
     def reset(self, member: Member, why: str) -> None:
         """Order a learner to drop what it has and fetch every fragment, unless it was told so a moment ago."""
-        now = self._parts.clock.now()
-        if now - member.reset_at < RESET_SECONDS:
+        if not member.order_reset(self._parts.clock.now()):
             return
-        member.rejected_in_a_row, member.reset_at = 0, now
         self._parts.teller.warn("reset", learner=member.name, reason=why)
         self._answer(member.name, member.incarnation, Reply("reset", why))
 

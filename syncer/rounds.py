@@ -101,6 +101,11 @@ class Merge:
     answers: tuple[Answer, ...]
     unreported: tuple[Answer, ...]
 
+    @property
+    def contributors(self) -> tuple[tuple[str, int, int, int], ...]:
+        """(name, incarnation, steps_to, tokens_to) of each, as an Update tells them."""
+        return tuple((*a.who, a.steps_to, a.tokens_to) for a in self.answers)
+
 
 @dataclass(frozen=True)
 class Unmet:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from decoupled_diloco.common.codec import encoded_bytes
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import Diverged, SettingError
 from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.learner.follower import Public
 from decoupled_diloco.learner.text import load_corpus
 from decoupled_diloco.simulator.cluster import Cluster, Member, Outcome, Way, steady
-from decoupled_diloco.simulator.counted import Counted
+from decoupled_diloco.simulator.counted import Counted, CountingWorker
+from decoupled_diloco.simulator.failures import Stretch
 from decoupled_diloco.simulator.lives import members_of, pace
 from decoupled_diloco.simulator.replay import replay_decisions
-from decoupled_diloco.simulator.running import run
+from decoupled_diloco.simulator.running import cluster_of, run
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+from decoupled_diloco.simulator.substance import Sent
 from decoupled_diloco.simulator.trained import Trained
+from decoupled_diloco.syncer.rounds import Merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,10 +128,133 @@ def test_answers_that_are_long_under_way_are_merged() -> None:
     assert outcome.figures["merges"] >= 30
 
 
-def test_a_narrow_link_takes_its_time() -> None:
-    wide, narrow = counted(alone(1.0, 1.0)), counted(alone(1.0, 1.0), way=Way(megabit=0.002))
-    assert narrow.virtual_seconds > wide.virtual_seconds
-    assert narrow.figures["bytes_up"] > 0
+class Watched(Counted):
+    """What is sent, taken, merged and delivered, with its time and octets."""
+
+    cluster: Cluster
+    octets = 0
+
+    def __init__(self, chosen: RunSettings) -> None:
+        super().__init__(chosen, parameters=10_000, tokens_a_step=10)
+        self.log: dict[str, list[float]] = {"sent": [], "taken": [], "merged": [], "delivered": [], "reset": []}
+
+    def worker(self, name: str, incarnation: int, tape: Path | None) -> CountingWorker:
+        worker = super().worker(name, incarnation, tape)
+        sent, deliver = worker.sent, worker.deliver
+
+        def sent_too() -> list[Sent]:
+            found = sent()
+            self.log["sent"] += [self.cluster.now] * len(found)
+            self.octets = max([self.octets, *(each.octets for each in found)])
+            return found
+
+        def deliver_too(fragment: int, public: Public, *, reset: bool = False) -> None:
+            self.log["reset" if reset else "delivered"].append(self.cluster.now)
+            deliver(fragment, public, reset=reset)
+
+        worker.sent, worker.deliver = sent_too, deliver_too  # type: ignore[method-assign]
+        return worker
+
+    def take(self, sent: Sent) -> str:
+        self.log["taken"].append(self.cluster.now)
+        return super().take(sent)
+
+    def merge(self, merge: Merge, now: float) -> tuple[Public, int]:
+        self.log["merged"].append(now)
+        return super().merge(merge, now)
+
+
+@pytest.mark.parametrize("transfer_seconds", [0.4, 2.5])
+def test_messages_take_their_length_on_the_link_one_after_the_other_and_then_the_latency(
+    transfer_seconds: float,
+) -> None:
+    chosen = RunSettings(steps=40, sync_every=6, fragments=3)
+    octets = encoded_bytes("int4", Watched(chosen).size)
+    world, way = Watched(chosen), Way(latency_seconds=0.3, megabit=octets * 8 / 1e6 / transfer_seconds)
+    world.cluster = Cluster(chosen, world, alone(1.0), way)
+    world.cluster.run()
+    assert world.octets == octets
+    for leaves, arrives in (("sent", "taken"), ("merged", "delivered")):
+        free, expected = 0.0, []
+        for at in world.log[leaves]:
+            free = max(free, at) + transfer_seconds
+            expected.append(free + 0.3)
+        found = world.log[arrives]
+        assert len(found) >= 12
+        assert found == pytest.approx(expected[: len(found)])
+
+
+def test_an_answer_that_has_left_outlives_its_sender_and_one_that_has_not_does_not() -> None:
+    chosen, octets = RunSettings(steps=40, sync_every=6, fragments=3), 0
+
+    def taken(dies_at: float, transfer_seconds: float) -> Watched:
+        world = Watched(chosen)
+        lives = [Member("l0", [(steady(1.0), dies_at)]), Member("l1", [(steady(1.0, begins=0.5), math.inf)])]
+        way = Way(latency_seconds=0.6, megabit=octets * 8 / 1e6 / transfer_seconds if transfer_seconds else 0.0)
+        world.cluster = Cluster(chosen, world, lives, way)
+        world.cluster.run()
+        return world
+
+    whole = taken(math.inf, 0.0)
+    octets = whole.octets
+    sent_at = next(at for at in whole.log["sent"] if at > 15 and at == int(at))  # the other's lie at the half seconds
+    died_at = sent_at + 0.1
+    assert sent_at + 0.6 in taken(died_at, 0.0).log["taken"]
+    assert not [at for at in taken(died_at, 0.2).log["taken"] if at == pytest.approx(sent_at + 0.8)]
+    assert [at for at in taken(sent_at + 0.3, 0.2).log["taken"] if at == pytest.approx(sent_at + 0.8)]
+
+
+def test_a_pause_between_two_steps_passes_for_a_long_step_as_in_a_real_loop(tmp_path: Path) -> None:
+    def with_a_pause() -> Iterator[Stretch]:
+        for number in count():
+            start = number * 1.0 + (3.0 if number >= 20 else 0.0)
+            yield Stretch(start, start + 1.0, 1.0, 1.0)
+
+    outcome = counted([Member("l0", [(with_a_pause(), math.inf)])], tmp_path)
+    assert outcome.goodput == pytest.approx(1 - 3.0 / outcome.virtual_seconds, abs=0.02)
+    reports = [row for row in read_tape(tmp_path).syncer.rows if row["what"] == "alive"]
+    assert {row["session_seconds"] for row in reports} == {0.0}
+    assert max(row["step_seconds"] for row in reports) == pytest.approx(1.0 + 0.2 * 3.0)
+
+
+def test_who_comes_late_is_allocated_from_then_on() -> None:
+    late = ClusterPlan(learners=2, late=2, late_seconds=30.0)
+    assert counted(members_of(late, FailureModel(), 0, 5000)).goodput == pytest.approx(1.0, abs=0.02)
+
+
+def test_who_is_refused_three_times_for_what_it_sends_starts_over() -> None:
+    class Refusing(Watched):
+        def take(self, sent: Sent) -> str:
+            return "norm" if sent.content.who[0] == "l1" and self.cluster.now < 20 else super().take(sent)
+
+    chosen = RunSettings(steps=60, sync_every=6, fragments=3)
+    world = Refusing(chosen)
+    world.cluster = Cluster(chosen, world, alone(1.0, 1.0))
+    outcome = world.cluster.run()
+    wrong, right = outcome.learners[1], outcome.learners[0]
+    assert world.log["reset"]
+    assert len(world.log["reset"]) % 3 == 0, "all fragments"
+    assert 0 < wrong["tokens_merged"] < right["tokens_merged"]
+
+
+@pytest.mark.parametrize("adopt", ["overwrite", "rebase"])
+@pytest.mark.parametrize("apart", [{"slowest": 2.0}, {"absent": 0.3, "absence_seconds": 10.0}], ids=str)
+def test_a_run_that_only_counts_merges_what_a_trained_one_does(adopt: str, apart: dict[str, Any]) -> None:
+    """What comparisons at equal merged tokens rest on."""
+    chosen, plan = RunSettings(steps=72, sync_every=6, fragments=3, adopt=adopt), ClusterPlan(learners=3, **apart)  # type: ignore[arg-type]
+    real = Trained(chosen, TASK, load_corpus(None, TASK.sequence_length))
+    books = Counted(chosen, parameters=30_000, tokens_a_step=TASK.tokens_per_step)
+    outcomes = [cluster_of(plan, FailureModel(), chosen, substance).run() for substance in (real, books)]
+    names = ("merges", "tokens_reported", "tokens_merged", "merge_participation", "useful_share")
+    first, second = ({name: outcome.figures[name] for name in names} for outcome in outcomes)
+    # fragments of unequal size weigh unequally in what is merged
+    assert {**first, "tokens_merged": 0, "useful_share": 0} == {**second, "tokens_merged": 0, "useful_share": 0}
+    assert first["useful_share"] == pytest.approx(second["useful_share"], abs=0.01)
+
+
+def test_a_tape_of_a_run_that_only_counts_has_its_end(tmp_path: Path) -> None:
+    counted(alone(1.0), tmp_path)
+    assert replay_decisions(read_tape(tmp_path)).complete
 
 
 def test_below_the_quorum_the_run_waits_for_who_comes_back() -> None:
@@ -148,6 +278,13 @@ def test_chips_fail_and_their_learners_work_with_what_is_left() -> None:
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cost_only", [True, False])
+def test_what_cannot_be_leaves_no_tape_behind(tmp_path: Path, *, cost_only: bool) -> None:
+    with pytest.raises(SettingError, match="--quorum 5 is more"):
+        run(ClusterPlan(cost_only=cost_only), RunSettings(quorum=5), TASK, FailureModel(), tape=tmp_path / "tape")
+    assert not (tmp_path / "tape").exists()
+
+
 def test_a_quorum_above_the_learners_is_an_error_before_anything_runs() -> None:
     with pytest.raises(SettingError, match="--quorum 3 is more than the 2 learners"):
         counted(alone(1.0, 1.0), quorum=3)
@@ -178,8 +315,9 @@ def test_an_impossible_plan_is_one_sentence(changes: dict[str, Any], said: str) 
 @pytest.mark.parametrize(
     ("plan", "failures", "said"),
     [
-        (ClusterPlan(chips=100, absent=0.5), FailureModel(), "--absent is for learners without chips"),
-        (ClusterPlan(chips=100, slowest=4.0), FailureModel(), "--slowest is for learners without chips"),
+        (ClusterPlan(chips=600, absent=0.5), FailureModel(), "--absent is for learners without chips"),
+        (ClusterPlan(chips=600, slowest=4.0), FailureModel(), "--slowest is for learners without chips"),
+        (ClusterPlan(chips=300), FailureModel(), "--slice-chips 256 is more than each of 2 learners has of 300 chips"),
         (ClusterPlan(), FailureModel(sites=4), "--sites says how chips fail: give --chips, too"),
     ],
 )
@@ -189,7 +327,7 @@ def test_what_would_be_ignored_is_an_error(plan: ClusterPlan, failures: FailureM
 
 
 def test_chips_whose_sites_fail_do_less() -> None:
-    plan, settings_ = ClusterPlan(chips=1000, learners=4, cost_only=True), RunSettings(steps=100)
+    plan, settings_ = ClusterPlan(chips=1100, learners=4, cost_only=True), RunSettings(steps=100)
     told = [
         run(plan, settings_, TASK, FailureModel(sites=4, site_seconds=100, site_failures_a_year=n))
         for n in (0, 300_000)

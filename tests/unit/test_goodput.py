@@ -31,6 +31,14 @@ def test_every_cell_of_the_published_table_is_met_within_four_points() -> None:
     assert worst_difference(cells) <= 0.04, [c for c in cells if worst_difference([c]) > 0.04]
 
 
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_a_run_that_ends_within_a_pause_ends_there(steps: int) -> None:
+    for system, learners in (("rigid", 1), ("elastic", 1), ("decoupled", 4)):
+        for seed in range(12):
+            found = simulate(system, learners, 2_400_000, FailureModel(), steps=steps, seed=seed)  # type: ignore[arg-type]
+            assert 0 <= found.goodput <= found.uptime + 1e-9 <= 1 + 2e-9
+
+
 def test_the_same_seed_gives_the_same_outcome_and_another_gives_another() -> None:
     plan, model = GoodputPlan(chips=600_000, simulated_steps=300), FailureModel()
     assert beside_each_other(plan, model) == beside_each_other(plan, model)
@@ -122,6 +130,6 @@ def test_what_is_rare_or_daily_is_simulated_for_days() -> None:
     assert GoodputPlan(simulated_steps=7).steps(FailureModel(scavenged_share=0.5)) == 7
 
 
-def test_slices_larger_than_the_cluster_are_refused() -> None:
-    with pytest.raises(SettingError, match="--slice-chips 256 is more than the cluster's 100 chips"):
-        beside_each_other(GoodputPlan(chips=100, learners=2), FailureModel())
+def test_slices_larger_than_a_learner_are_refused() -> None:
+    with pytest.raises(SettingError, match="--slice-chips 256 is more than each of 2 learners has of 300 chips; lower"):
+        beside_each_other(GoodputPlan(chips=300, learners=2), FailureModel())
