@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .methods import Cell
-from .suites import MEAN, SMALL, Contrast, H, Suite, T, methods, searched, varied
+from .suites import MEAN, PUBLISHED, SMALL, Contrast, H, Suite, T, methods, searched, varied
 from .variant import Variant
 
 BUDGETS = (600, 1700, 4800)
@@ -31,15 +31,15 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
 RATES = (12e-3, 24e-3, 48e-3)
 """Tried with every method, and then the neighbours of the best."""
 ELSEWHERE_LR: Mapping[str, float] = {
-    "H=1, synchronous": 48e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 24e-3,
+    "H=1, synchronous": 24e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 12e-3,
     "lr 1, momentum 0, M=4, H=6": 24e-3, "lr 1, momentum 0, M=4, H=12": 24e-3, "lr 1, momentum 0, M=4, H=48": 24e-3,
-    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 24e-3,
-    "lr 0.7, momentum 0.3, M=4, H=12": 24e-3, "lr 0.7, momentum 0.9, M=4, H=12": 24e-3,
-    "lr 0.7, momentum 0.3, M=4, H=48": 24e-3, "lr 0.7, momentum 0.9, M=4, H=48": 24e-3,
-    "outer lr 1 falling to 0.5": 24e-3, "outer lr 1.5 falling to 1": 24e-3, "momentum 0.5": 24e-3,
-    "momentum 0.5, rising over half of the run": 24e-3, "momentum 0.9, rising over the whole run": 24e-3,
+    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 12e-3,
+    "lr 0.7, momentum 0.3, M=4, H=12": 24e-3, "lr 0.7, momentum 0.9, M=4, H=12": 12e-3,
+    "lr 0.7, momentum 0.3, M=4, H=48": 24e-3, "lr 0.7, momentum 0.9, M=4, H=48": 12e-3,
+    "outer lr 1 falling to 0.5": 24e-3, "outer lr 1.5 falling to 1": 24e-3, "momentum 0.5": 12e-3,
+    "momentum 0.5, rising over half of the run": 12e-3, "momentum 0.9, rising over the whole run": 12e-3,
     "DiLoCo, H growing from 8 to 40": 24e-3, "batch four times as large, as many tokens": 48e-3,
-    "data-parallel, warm": 24e-3, "DiLoCo, warm": 12e-3, "Decoupled, warm": 12e-3, "lone, its share, warm": 12e-3,
+    "data-parallel, warm": 48e-3, "DiLoCo, warm": 24e-3, "Decoupled, warm": 24e-3, "lone, its share, warm": 12e-3,
     "Decoupled, lr 0.7, momentum 0.9, warm": 12e-3,
 }  # fmt: skip
 """Row of the suites gap, cadence, outer-elsewhere and warm -> its own best inner learning rate, where that may be
@@ -79,13 +79,14 @@ def tuned(made: Suite) -> Suite:
 
 def batch(name: str) -> Suite:
     """As many tokens in smaller and larger batches."""
+    beyond = {2: (3e-3,), 64: (96e-3,)}
     cells, groups = [], []
     for batch in (2, 4, 8, 16, 32, 64):
         alone = methods(replace(SMALL, batch_sequences=batch), 4, T * 32 // batch)["lone, its share"]
         rows = [
             replace(alone, name=f"{batch * SMALL.sequence_length} tokens, lr {rate:g}",
                     task=replace(alone.task, inner_lr=rate))
-            for rate in (6e-3, *RATES)
+            for rate in sorted({6e-3, *RATES, *beyond.get(batch, ())})
         ]  # fmt: skip
         cells += rows
         groups.append(tuple(row.name for row in rows))
@@ -115,6 +116,26 @@ def outer_elsewhere(name: str) -> Suite:
         contrasts += [Contrast(cell=other, against=first) for other in others]
     made = varied(name, "Do the best outer steps stay the best at other M and H?", rows, contrasts[0].against, {})
     return tuned(replace(made, contrasts=tuple(contrasts), part="A", seeds=3))
+
+
+def momentum(name: str) -> Suite:
+    """The lineage's outer step in runs of which the longest has 200 rounds; it wants a lower inner rate."""
+    cells, contrasts = [], []
+    for steps in BUDGETS:
+        ours = long_run(2, steps)[2]
+        cells.append(ours)
+        for factor in (0.5, 1.0):
+            rate = factor * ours.task.inner_lr
+            row = replace(
+                ours, name=f"lr 0.7, momentum 0.9, inner lr {rate:g}, {steps} steps",
+                settings={**ours.settings, **PUBLISHED}, task=replace(ours.task, inner_lr=rate),
+            )  # fmt: skip
+            cells.append(row)
+            contrasts.append(Contrast(cell=row.name, against=ours.name, line=f"inner lr {rate:g}", at=steps))
+    return Suite(
+        name=name, asks="Does the lineage's outer momentum pay in longer runs, M = 2?", cells=tuple(cells),
+        contrasts=tuple(contrasts), seeds=3, part="A", along="steps of each learner",
+    )  # fmt: skip
 
 
 def cadence(name: str) -> Suite:

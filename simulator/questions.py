@@ -83,6 +83,12 @@ def _budget(name: str) -> Suite:
                     alone=alone.name, line=f"M = {learners}", at=steps,
                 )
             )  # fmt: skip
+            contrasts.append(
+                Contrast(
+                    cell=alone.name, against=parallel.name, equal="neither",
+                    line=f"lone, its share, for M = {learners}", at=steps,
+                )
+            )  # fmt: skip
     return Suite(
         name=name, asks="Does the gap to data-parallel close as the run gets longer?",
         cells=tuple(cells.values()), contrasts=tuple(contrasts), seeds=3, along="steps of each learner",
@@ -255,6 +261,7 @@ SUITES: dict[str, Callable[[str], Suite]] = {
     "adoption": choices.adoption,
     "outer": choices.outer,
     "outer-elsewhere": choices.outer_elsewhere,
+    "momentum": choices.momentum,
     "cadence": choices.cadence,
     "warm": _warm,
 }

@@ -146,6 +146,7 @@ def test_a_suite_that_chooses_settings_is_judged_on_part_a() -> None:
         "gap",
         "outer",
         "outer-elsewhere",
+        "momentum",
         "cadence",
         "adoption",
     }
