@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import click
 
 from ..common.config import flag
+from ..common.errors import SettingError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Made = TypeVar("Made")
@@ -44,6 +45,14 @@ def explicit(context: click.Context) -> set[str]:
     """The fields that stood on the command line or in the environment, as opposed to those that have their default."""
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return {name for name in context.params if context.get_parameter_source(name) not in default}
+
+
+def refuse(names: Iterable[str], why: str) -> None:
+    """SettingError if one of these options of the running command stands on its command line: it would do nothing."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise SettingError(f"{flag(name)} {why}")
 
 
 def _option(settings: type[Any], name: str, shown: str | bool) -> Callable[[Command], Command]:

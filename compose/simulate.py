@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
 from .environment import Command, Group
-from .options import made_of, options_of
+from .options import made_of, options_of, refuse
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 TEXT = click.option("--data", type=click.Path(path_type=Path), help="A text, or a folder. Without it: Python's own.")
@@ -43,10 +44,14 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
     from ..simulator import goodput as cluster
     from ..simulator import show
 
+    if table or sensitivity:
+        refuse(("chips", "learners"), "is for one cluster: --table and --sensitivity have those of the paper's table")
+        if table and sensitivity:
+            raise SettingError("--table and --sensitivity are two answers: give one of them")
     plan, model = made_of(GoodputPlan, given), made_of(FailureModel, given)
     steps, seed = plan.steps(model), plan.seed
     if sensitivity:
-        rows = cluster.sensitivity(model, steps=steps, seed=seed)
+        rows = cluster.sensitivity(model, steps=steps, seed=seed, said=lambda what: click.echo(what, err=True))
         click.echo(json.dumps({"rows": rows}) if as_json else show.sensitivity(rows))
     elif table:
         cells = cluster.table_1(model, steps=steps, seed=seed)
@@ -58,8 +63,9 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
             system: {"goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4)} for system, o in outcomes.items()
         }
         hours = round(steps * model.step_seconds / 3600, 1)
-        told = {"chips": plan.chips, "learners": plan.learners, "seed": seed, "hours": hours, **figures}
-        click.echo(json.dumps(told) if as_json else show.outcomes(plan, outcomes, hours))
+        failed = cluster.outages(model, plan) if model.site_failures_a_year else None
+        told = {"chips": plan.chips, "learners": plan.learners, "seed": seed, "hours": hours, "site_outages": failed}
+        click.echo(json.dumps(told | figures) if as_json else show.outcomes(plan, outcomes, hours, failed))
     return 0
 
 
@@ -77,6 +83,7 @@ def bandwidth(*, table: bool, as_json: bool, **given: Any) -> int:
     from ..simulator import show
 
     if table:
+        refuse((f.name for f in fields(Link)), "is for one link: --table has the paper's settings")
         cells = network.table_13()
         click.echo(json.dumps({"cells": cells}) if as_json else show.table_13(cells))
         return 0
@@ -107,6 +114,10 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given:
     from ..simulator import running, show
 
     plan = made_of(ClusterPlan, given)
+    if plan.cost_only:
+        uses = {"batch_sequences", "sequence_length"}
+        unused = [f.name for f in fields(TaskSettings) if f.name not in uses]
+        refuse(("data", *unused), "is for a model that is trained, which --cost-only has not")
     failures = made_of(FailureModel, {**given, "step_seconds": FailureModel.step_seconds})
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     told = running.run(plan, settings, task, failures, data=data, tape=tape, said=_progress(settings.steps))
@@ -130,12 +141,13 @@ def replay(tape: Path, data: Path | None, *, decisions: bool, as_json: bool) -> 
     from ..simulator import show
 
     read = read_tape(tape)
-    verdict = again.replay_decisions(read) if decisions else again.replay(read, data, _progress(0))
+    merges = sum(row["what"] == "merged" for row in read.syncer.rows)
+    verdict = again.replay_decisions(read) if decisions else again.replay(read, data, _progress(merges, "merge"))
     click.echo(json.dumps(vars(verdict)) if as_json else show.verdict(verdict))
     return 0
 
 
-def _progress(steps: int) -> Callable[[int], None]:
+def _progress(total: int, unit: str = "step") -> Callable[[int], None]:
     """Says on standard error, once a second, how far it is."""
     said_at = time.monotonic()
 
@@ -143,7 +155,7 @@ def _progress(steps: int) -> Callable[[int], None]:
         nonlocal said_at
         if time.monotonic() - said_at >= 1:
             said_at = time.monotonic()
-            click.echo(f"step {done} of {steps}" if steps else f"{done} merges", err=True)
+            click.echo(f"{unit} {done} of {total}", err=True)
 
     return say
 
@@ -181,7 +193,13 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
     from ..simulator.questions import SUITES, suite
 
     if given["list"]:
-        for each in map(suite, SUITES):
+        suites = [suite(name) for name in SUITES]
+        if as_json:
+            listed = [{"suite": each.name, "asks": each.asks, "cells": len(each.cells), "seeds": each.seeds,
+                       "core_hours": round(each.core_hours, 3)} for each in suites]  # fmt: skip
+            click.echo(json.dumps({"suites": listed}))
+            return 0
+        for each in suites:
             size = f"{len(each.cells)} cells, {each.seeds} seeds, about {each.core_hours:.1g} core-hours"
             click.echo(f"{each.name}: {each.asks} ({size})")
         return 0
@@ -195,6 +213,8 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
             minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: click.echo(sentence, err=True),
         )  # fmt: skip
         failed += untrained
+        if any(results.missing(seeds or wanted.seeds)):
+            click.echo(f"{wanted.name}: {results.left(seeds or wanted.seeds)}; the same command goes on", err=True)
         if not results.rows:
             continue
         paths = comparing.write(results, out)

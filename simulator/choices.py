@@ -19,12 +19,12 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
         "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
     },
     1700: {
-        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 24e-3}, "lone, its share": {1: 6e-3},
-        "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 48e-3}, "lone, its share": {1: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 12e-3, 8: 12e-3},
     },
     4800: {
-        "data-parallel": {2: 12e-3, 4: 24e-3, 8: 24e-3}, "lone, its share": {1: 6e-3},
-        "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
+        "data-parallel": {2: 12e-3, 4: 12e-3, 8: 12e-3}, "lone, its share": {1: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 12e-3, 8: 12e-3},
     },
 }  # fmt: skip
 """Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
@@ -33,11 +33,11 @@ RATES = (12e-3, 24e-3, 48e-3)
 ELSEWHERE_LR: Mapping[str, float] = {
     "H=1, synchronous": 24e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 12e-3,
     "lr 1, momentum 0, M=4, H=6": 24e-3, "lr 1, momentum 0, M=4, H=12": 24e-3, "lr 1, momentum 0, M=4, H=48": 24e-3,
-    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 12e-3,
+    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 6e-3,
     "lr 0.7, momentum 0.3, M=4, H=12": 24e-3, "lr 0.7, momentum 0.9, M=4, H=12": 12e-3,
     "lr 0.7, momentum 0.3, M=4, H=48": 24e-3, "lr 0.7, momentum 0.9, M=4, H=48": 12e-3,
     "outer lr 1 falling to 0.5": 24e-3, "outer lr 1.5 falling to 1": 24e-3, "momentum 0.5": 12e-3,
-    "momentum 0.5, rising over half of the run": 12e-3, "momentum 0.9, rising over the whole run": 12e-3,
+    "momentum 0.5, rising over half of the run": 12e-3, "momentum 0.9, rising over the whole run": 6e-3,
     "DiLoCo, H growing from 8 to 40": 24e-3, "batch four times as large, as many tokens": 48e-3,
     "data-parallel, warm": 48e-3, "DiLoCo, warm": 24e-3, "Decoupled, warm": 24e-3, "lone, its share, warm": 12e-3,
     "Decoupled, lr 0.7, momentum 0.9, warm": 12e-3,

@@ -355,11 +355,17 @@ class Cluster:
     def _beat(self) -> None:
         living = self._living()
         if not living and not self._to_come:
-            raise SettingError(f"all learners are gone for good at step {self._rounds.t} of {self.settings.steps}")
+            in_time = (
+                f" within {self.horizon_seconds:,.0f} virtual seconds" if math.isfinite(self.horizon_seconds) else ""
+            )
+            raise SettingError(
+                f"all learners are gone at step {self._rounds.t} of {self.settings.steps}, and nobody comes{in_time}"
+            )
         if self.now > self.horizon_seconds:
             raise SettingError(
                 f"given up at step {self._rounds.t} of {self.settings.steps}, after {self.now:,.0f} virtual seconds: "
-                "learners are too rarely there, or their way to the syncer is too long"
+                "learners are too rarely there (--absent, --quorum), or their way is too long or narrow "
+                "(--latency-seconds, --megabit)"
             )
         self.watch(self._rounds.t)
         beat = self._beat_message()

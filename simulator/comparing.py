@@ -62,6 +62,8 @@ class Results:
                     f"{self.path} is being written by another comparison; wait for it, or name another --out"
                 ) from wrong
             self.rows = self._read()
+            whole = self.path.read_bytes().rfind(b"\n") + 1
+            os.truncate(self.path, whole)
             yield
 
     def missing(self, seeds: int) -> Iterator[tuple[Cell, int]]:
@@ -97,24 +99,27 @@ class Results:
         return [r for r in rows if r["cell"] in known and r["text"] == self._text and r["seed"] >= first]
 
     def _whole_lines(self) -> list[str]:
-        """What stands in the file; half a line, which one who was killed left at the end, is taken away."""
+        """What stands in the file, but for half a line, which one who was killed left at the end."""
         if not self.path.exists():
             return []
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(self.path, len(whole))
-        return whole.decode().splitlines()
+        rest = content[content.rfind(b"\n") + 1 :]
+        if rest and not rest.startswith(b"{"):
+            raise SettingError(f"{self.path} ends with what is no result of a comparison; name another --out")
+        return content[: len(content) - len(rest)].decode().splitlines()
 
     def _parsed(self, lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
             except ValueError as wrong:
-                raise SettingError(f"{self.path}, line {number}: no result of a comparison") from wrong
+                raise self._foreign(number) from wrong
             if not isinstance(row, dict) or not row.keys() >= COLUMNS:
-                raise SettingError(f"{self.path}, line {number}: no result of a comparison")
+                raise self._foreign(number)
             yield row
+
+    def _foreign(self, line: int) -> SettingError:
+        return SettingError(f"{self.path}, line {line}: no result of a comparison; name another --out")
 
 
 def _why(wrong: OSError | UnicodeDecodeError) -> str:
@@ -216,16 +221,27 @@ def write(results: Results, folder: Path) -> list[Path]:
     """SUITE.csv, SUITE.md and SUITE.png; a suite without contrasts has no picture."""
     name = results.suite.name
     table, page, picture = (folder / f"{name}.{kind}" for kind in ("csv", "md", "png"))
-    columns = list(dict.fromkeys(key for row in results.rows for key in row))
+    cells = {cell.identity: cell for cell in results.suite.cells}
+    told = [{**_told_cell(cells[row["cell"]]), **row} for row in results.rows]
+    columns = list(dict.fromkeys(key for row in told for key in row))
     try:
         with table.open("w", newline="") as file:
             rows = csv.DictWriter(file, columns)
             rows.writeheader()
-            rows.writerows(sorted(results.rows, key=lambda r: (r["name"], r["seed"])))
+            rows.writerows(sorted(told, key=lambda r: (r["name"], r["seed"])))
         page.write_text(markdown(results.suite, results.rows))
         if not differences(results.suite, results.rows):
+            picture.unlink(missing_ok=True)  # of other results
             return [table, page]
         draw(results.suite, results.rows, picture)
     except OSError as wrong:
         raise DilocoError(f"{folder} cannot be written: {_why(wrong)}") from wrong
     return [table, page, picture]
+
+
+def _told_cell(cell: Cell) -> dict[str, Any]:
+    settings = cell.run_settings(0)
+    return {
+        "name": cell.name, "method": cell.method, "M": cell.learners, "T": cell.steps, "H": settings.sync_every,
+        "inner_lr": cell.task.inner_lr, "outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum,
+    }  # fmt: skip

@@ -75,12 +75,12 @@ class Group:
             before, present = present, self._present(t)
             returned = self._returned(t)
             pause = self._pause(shrinks=failed > 0 or present < before, grows=returned > 0 or present > before)
-            t += pause
+            since, t = t, t + pause
             if t >= seconds:
                 return
             failed, alive = 0, present - self._failed
             if alive <= 0 or (not self._elastic and present < self.slices):
-                t = self._next_change(t)
+                t = max(math.nextafter(t, math.inf), self._next_change(since))
                 continue
             length = self._step * (model.slowdown_factor if self._slow(t) else 1.0)
             failed = self._fail(t, length, present)
@@ -118,10 +118,10 @@ class Group:
         return self.slices - min(self.slices, round(self.slices * share))
 
     def _next_change(self, t: float) -> float:
-        """When something may be there again: the next return, or the end of an absence."""
+        """When something that is away at `t` may be there again: the next return, or the end of an absence."""
         times = [(min(self._back) + 1) * self.model.step_seconds] if self._back else []
         times += [a.end for a in self._absences if a.start <= t < a.end]
-        return max(math.nextafter(t, math.inf), min(times, default=math.inf))
+        return min(times, default=math.inf)
 
     def _slow(self, t: float) -> bool:
         if self._slow_rate and self._rng.random() < -math.expm1(-self._slow_rate * self._step):

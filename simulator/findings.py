@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from .suites import Contrast, Suite
@@ -24,6 +24,8 @@ STUDENT_95 = (
 """Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last one it is a little too wide."""
 
 
+BLUE, OUTLIER = "#1f5fa8", 12.0
+"""What lies so many times as far from zero as is usual in its picture is told at the edge, so that the rest is seen."""
 UNEQUAL_TOKENS = 0.02
 """Cells whose tokens differ by more, with any seed, are not held against each other, unless that is the question."""
 
@@ -68,6 +70,8 @@ class Difference:
         """What the interval lets us say."""
         if abs(self.tokens) > UNEQUAL_TOKENS and not self.unequal:
             return f"nothing: {self.tokens:+.1%} tokens"
+        if self.seeds == 1:
+            return "nothing: one seed"
         if self.within is None:
             return "better" if self.high < 0 else "worse" if self.low > 0 else "no difference shown"
         if self.high <= self.within:
@@ -131,7 +135,7 @@ def markdown(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
     asks = suite.asks + (" Judged on part A." if suite.part == "A" else "")
     lines = [
         f"## {suite.name}: {asks}", "",
-        f"{_sizes(suite)}; {len(seeds)} seeds; {hours:.2f} core-hours.", "",
+        f"{_sizes(suite)}; {_spelled(len(seeds), 'seed')}{_so_far(suite, rows)}; {hours:.2f} core-hours.", "",
         f"    diloco compare --suite {suite.name} --seeds {len(seeds)}", "",
         _row(["cell", "tokens", "merged", "part A", "part B", *(f.replace("_", " ") for f in suite.figures),
               "seeds"]),
@@ -146,6 +150,17 @@ def markdown(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
                 *(_figure(figure, own) for figure in suite.figures), str(len(own)),
             ]))  # fmt: skip
     return "\n".join([*lines, *_contrasts(differences(suite, rows)), *_bests(suite, rows)]) + "\n"
+
+
+def _spelled(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _so_far(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
+    """How much is missing of what the suite asks for, if anything is."""
+    total, seeds = len(suite.cells) * suite.seeds, range(suite.first_seed, suite.first_seed + suite.seeds)
+    done = sum(row["seed"] in seeds for row in rows)
+    return "" if done >= total else f" ({done} of {total} trainings)"
 
 
 def _row(columns: Sequence[str]) -> str:
@@ -210,46 +225,67 @@ def draw(suite: Suite, rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     found = differences(suite, rows)
     height = 5.0 if suite.along else 1.4 + 0.3 * len(found)
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(10, height), layout="constrained")
     axes = figure.subplots()
     if suite.along:
         _draw_trends(axes, found, suite)
     else:
-        _draw_contrasts(axes, found)
-    figure.suptitle(textwrap.fill(f"{suite.name}: {suite.asks}", 100), fontsize=10)
+        _draw_contrasts(axes, found, suite.part)
+    figure.suptitle(textwrap.fill(f"{suite.name}: {suite.asks}", 90), fontsize=10)
     figure.savefig(path, dpi=120)
 
 
-def _draw_contrasts(axes: Axes, found: Sequence[Difference]) -> None:
+def _half(d: Difference) -> float:
+    """Half of its interval in percent; none of one seed."""
+    return 100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0
+
+
+def _draw_contrasts(axes: Axes, found: Sequence[Difference], part: str) -> None:
+    ends = [100 * abs(end) for d in found for end in ((d.low, d.high) if math.isfinite(d.high) else (d.mean,))]
+    most = min(max(ends), OUTLIER * median(ends)) * 1.05
     for height, d in enumerate(reversed(found)):
-        half = 100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0
-        axes.errorbar(100 * d.mean, height, xerr=half, fmt="o", color="#1f5fa8", capsize=3)
+        mean_, half = 100 * d.mean, _half(d)
+        if abs(mean_) > most:
+            beyond = f"{mean_:+.0f} % {'→' if mean_ > 0 else '←'}"
+            axes.annotate(beyond, (math.copysign(most, mean_), height), va="center", fontsize=8,
+                          ha="right" if mean_ > 0 else "left", color=BLUE)  # fmt: skip
+        else:
+            axes.errorbar(mean_, height, xerr=half, fmt="o", color=BLUE, capsize=3, mfc=BLUE if d.seeds > 1 else "w")
         if d.within is not None:
             axes.plot([100 * d.within] * 2, [height - 0.3, height + 0.3], color="#b03a2e")
     axes.axvline(0, color="#8a8a8a", linewidth=0.8)
     axes.set_yticks(range(len(found)), [f"{d.cell} against {d.against}" for d in reversed(found)], fontsize=8)
-    axes.set_xlabel("difference of held-out loss in %\n(mean, 95 % interval; red: the bound that is asked)", fontsize=9)
-    axes.margins(y=0.02)
+    bound = "; red: the bound that is asked" if any(d.within is not None for d in found) else ""
+    hollow = "; hollow: one seed" if any(d.seeds == 1 for d in found) else ""
+    axes.set_xlabel(f"difference of the loss on part {part} in %\n(mean, 95 % interval{bound}{hollow})", fontsize=9)
+    lows = [100 * (d.low if math.isfinite(d.high) else d.mean) for d in found]
+    highs = [100 * (d.high if math.isfinite(d.high) else d.mean) for d in found]
+    room = 0.05 * (min(most, max(0.0, *highs)) + min(most, -min(0.0, *lows)))
+    axes.set_xlim(-min(most, -min(0.0, *lows)) - room, min(most, max(0.0, *highs)) + room)
+    axes.set_ylim(-0.6, len(found) - 0.4)
 
 
 def _draw_trends(axes: Axes, found: Sequence[Difference], suite: Suite) -> None:
-    for number, line in enumerate(dict.fromkeys(d.line for d in found)):
+    lines, colors = list(dict.fromkeys(d.line for d in found)), dict[str, str]()
+    for number, line in enumerate(lines):
         points = sorted((d for d in found if d.line == line), key=lambda d: d.at)
-        halves = [100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0 for d in points]
-        color = f"C{number}"
-        axes.errorbar([d.at for d in points], [100 * d.mean for d in points], yerr=halves, fmt="o-", capsize=3,
-                      color=color, label=line)  # fmt: skip
+        aside = 1.03 ** (number - (len(lines) - 1) / 2)  # so that intervals do not hide one another
+        of = line.rpartition(" for ")[2]  # who stands beside the line M = 2 has its colour
+        color = colors.setdefault(of, f"C{len(colors)}")
+        axes.errorbar([d.at * aside for d in points], [100 * d.mean for d in points], yerr=[*map(_half, points)],
+                      fmt="o-" if of == line else "s:", capsize=3, color=color, label=line)  # fmt: skip
         for d in points:
             if d.within is not None:
-                axes.plot(d.at, 100 * d.within, "v", color=color)
+                axes.plot(d.at * aside, 100 * d.within, "v", color=color, markeredgecolor="k", zorder=3)
             if d.kept is not None:
-                axes.annotate(f"{d.kept:.0%} kept", (d.at, 100 * d.mean), xytext=(6, 5), textcoords="offset points",
-                              fontsize=8, color=color)  # fmt: skip
+                axes.annotate(f"{d.kept:.0%} kept", (d.at * aside, 100 * d.mean), xytext=(6, 5),
+                              textcoords="offset points", fontsize=8, color=color)  # fmt: skip
     axes.axhline(0, color="#8a8a8a", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks(sorted({d.at for d in found}), [f"{at:,.0f}" for at in sorted({d.at for d in found})], minor=False)
     axes.minorticks_off()
     axes.margins(x=0.12)
     axes.set_xlabel(suite.along)
-    axes.set_ylabel("difference of held-out loss in %\n(triangle: the bound that is asked)")
-    axes.legend()
+    bound = "\n(triangle: the bound that is asked)" if any(d.within is not None for d in found) else ""
+    axes.set_ylabel(f"difference of the loss on part {suite.part} in %{bound}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)

@@ -7,7 +7,7 @@ anybody did. (Paper section 3.3 and Table 1.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -95,6 +95,12 @@ def absences_of(model: FailureModel, number: int, groups: int, seconds: float, s
         yield from (Absence(start, end, 1.0) for start, end in days(model, seconds))
 
 
+def outages(model: FailureModel, plan: GoodputPlan) -> int:
+    """How many times a site fails in the simulated time."""
+    seconds = plan.steps(model) * model.step_seconds
+    return sum(len(site_outages(model, site, seconds, plan.seed)) for site in range(model.sites))
+
+
 def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, Outcome]:
     """The three systems on the same chips."""
     model.check_slices(plan.chips, plan.learners)
@@ -126,7 +132,9 @@ def worst_difference(cells: Iterable[dict[str, Any]]) -> float:
     return max(abs(float(c[what]) - float(c[f"paper_{what}"])) for c in cells for what in ("goodput", "uptime"))
 
 
-def sensitivity(model: FailureModel, *, steps: int, seed: int, by: float = 0.25) -> list[dict[str, Any]]:
+def sensitivity(
+    model: FailureModel, *, steps: int, seed: int, by: float = 0.25, said: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
     """What a fourth more or less of each parameter does to goodput, in the mean over Table 1's cells, as shares."""
     idle = {"sites", *([] if model.slowdowns_a_chip_year else ["slowdown_seconds", "slowdown_factor"])}
     idle |= {
@@ -138,6 +146,7 @@ def sensitivity(model: FailureModel, *, steps: int, seed: int, by: float = 0.25)
         value = getattr(model, field.name)
         if not value or field.name in idle:
             continue
+        said(f"{field.name}: two tables of {sum(map(len, TABLE_1.values()))} cells")
         row: dict[str, Any] = {"parameter": field.name, "value": value}
         for name, factor in (("less", 1 - by), ("more", 1 + by)):
             most = {"scavenged_share": 1.0, "night_hours": 24.0}.get(field.name, math.inf)

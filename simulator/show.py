@@ -18,13 +18,14 @@ NAMES: Mapping[System, str] = {
 }
 
 
-def outcomes(plan: GoodputPlan, found: Mapping[System, Outcome], hours: float) -> str:
+def outcomes(plan: GoodputPlan, found: Mapping[System, Outcome], hours: float, outages: int | None) -> str:
     rows = [
         [NAMES[system] + (f", {plan.learners} learners" if system == "decoupled" else ""),
          f"{outcome.goodput:.1%}", f"{outcome.uptime:.1%}"]
         for system, outcome in found.items()
     ]  # fmt: skip
-    return f"{plan.chips:,} chips, {hours:,.1f} hours\n" + table(["system", "goodput", "uptime"], rows)
+    of_sites = "" if outages is None else f", {outages} outages of sites (few say little: raise --simulated-steps)"
+    return f"{plan.chips:,} chips, {hours:,.1f} hours{of_sites}\n" + table(["system", "goodput", "uptime"], rows)
 
 
 def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:

@@ -64,7 +64,8 @@ def test_the_interval_is_student_s() -> None:
         ([2.20, 2.21, 2.22], None, "worse"),
         ([1.90, 1.91, 1.92], None, "better"),
         ([1.90, 2.01, 2.12], None, "no difference shown"),
-        ([2.0], 0.01, "within +1.0%: not shown"),
+        ([2.0], 0.01, "nothing: one seed"),
+        ([9.0], None, "nothing: one seed"),
     ],
 )
 def test_an_equality_is_claimed_only_where_the_interval_s_end_is_within_the_bound(
@@ -167,7 +168,9 @@ def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_goes_on_b
     Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
     path = tmp_path / "pair.jsonl"
     path.write_bytes(path.read_bytes() + b'{"cell": "x')
-    Results(tmp_path, PAIR, "text").add(row(THEIRS, 0, 2.0))
+    again = Results(tmp_path, PAIR, "text")
+    with again.alone():
+        again.add(row(THEIRS, 0, 2.0))
     assert [r["name"] for r in Results(tmp_path, PAIR, "text").rows] == ["ours", "theirs"]
 
 
@@ -212,6 +215,14 @@ except DilocoError as wrong:
     assert [r["seed"] for r in Results(tmp_path, PAIR, "text").rows] == [0]
 
 
+def test_a_foreign_file_is_not_touched(tmp_path: Path) -> None:
+    for content in (b"a note without an end", b"{}\nanother", b'{"whose": 1}\n{"cut'):
+        (tmp_path / "pair.jsonl").write_bytes(content)
+        with pytest.raises(SettingError, match="no result of a comparison; name another --out"):
+            run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, said=lambda _: None)
+        assert (tmp_path / "pair.jsonl").read_bytes() == content
+
+
 def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "pair.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(SettingError, match=r"pair\.jsonl cannot be used: it is no text; name another --out"):
@@ -235,6 +246,16 @@ def test_tables_and_pictures_are_made_from_the_results_alone(tmp_path: Path) -> 
     assert all(path.stat().st_size for path in paths)
     assert "| ours | theirs | +0.05% |" in markdown(results.suite, results.rows)
     assert paths[0].read_text().count("\n") == 7
+    assert paths[0].read_text().startswith("name,method,M,T,H,inner_lr,outer_lr,outer_momentum,cell,seed,")
+    results.rows.clear()
+    assert write(results, tmp_path) == paths[:2]
+    assert not paths[2].exists(), "of other results"
+
+
+def test_how_much_of_a_suite_is_missing_stands_above_its_table() -> None:
+    some = [row(OURS, seed, 2.0) for seed in range(3)]
+    assert "; 3 seeds (3 of 16 trainings); " in markdown(PAIR, some)
+    assert "; 3 seeds; " in markdown(replace(PAIR, cells=(OURS,), contrasts=(), seeds=3), some)
 
 
 def test_a_trend_is_drawn_as_lines(tmp_path: Path) -> None:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from decoupled_diloco.cli import run_command
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.simulator.failures import Absence, Group
-from decoupled_diloco.simulator.goodput import Outcome, System, beside_each_other, simulate, table_1, worst_difference
+from decoupled_diloco.simulator.goodput import (
+    Outcome,
+    System,
+    beside_each_other,
+    outages,
+    simulate,
+    table_1,
+    worst_difference,
+)
 from decoupled_diloco.simulator.settings import FailureModel, GoodputPlan
 
 NEVER = 1e12
@@ -90,6 +100,15 @@ def test_a_site_that_fails_takes_its_learners_and_the_others_go_on() -> None:
     assert run("rigid", **failing).uptime < run("decoupled", 4, **failing).uptime
 
 
+@pytest.mark.parametrize("system", ["rigid", "elastic", "decoupled"])
+def test_an_outage_shorter_than_the_pause_in_which_it_is_left_does_not_end_a_group(system: System) -> None:
+    """One whole site, away for 10 s about each 30 000 s: what is lost are the pauses before and after."""
+    short: dict[str, Any] = {"sites": 1, "site_failures_a_year": 1000.0, "site_seconds": 10.0}
+    found = run(system, steps=100_000, **short)
+    assert found.goodput > 0.98
+    assert found.uptime > 0.98
+
+
 def test_what_is_scavenged_works_at_night_only() -> None:
     days = round(2 * 86_400 / CALM.step_seconds)
     half = run("decoupled", 4, steps=days, scavenged_share=0.5, night_hours=12.0)
@@ -133,3 +152,31 @@ def test_what_is_rare_or_daily_is_simulated_for_days() -> None:
 def test_slices_larger_than_a_learner_are_refused() -> None:
     with pytest.raises(SettingError, match="--slice-chips 256 is more than each of 2 learners has of 300 chips; lower"):
         beside_each_other(GoodputPlan(chips=300, learners=2), FailureModel())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["goodput", "--table", "--chips", "5"], "--chips is for one cluster"),
+        (["goodput", "--table", "--sensitivity"], "two answers: give one of them"),
+        (["bandwidth", "--table", "--sites", "3"], "--sites is for one link"),
+        (["run", "--cost-only", "--width", "64"], "--width is for a model that is trained"),
+        (["run", "--cost-only", "--data", "nowhere"], "--data is for a model that is trained"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["simulate", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_answer_says_how_many_outages_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    rare = ["simulate", "goodput", "--sites", "4", "--site-failures-a-year", "40", "--simulated-steps", "20000"]
+    assert run_command([*rare, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["site_outages"] == outages(
+        FailureModel(sites=4, site_failures_a_year=40.0), GoodputPlan(simulated_steps=20_000)
+    )
+    assert run_command(rare) == 0
+    assert f", {told['site_outages']} outages of sites" in capsys.readouterr().out
