@@ -125,7 +125,12 @@ def _read(path: Path) -> TapeFile | None:
     if not rows and not text.strip():
         return None
     if not rows or rows[0]["what"] != "tape" or rows[0].get("version") != VERSION:
-        raise SettingError(f"{path} is no tape of version {VERSION}")
+        theirs = rows[0].get("version") if rows else None
+        raise SettingError(
+            f"{path} is a tape of version {printable(str(theirs))}, and this program reads version {VERSION}"
+            if theirs is not None
+            else f"{path} is no tape"
+        )
     return TapeFile(path, rows[0], tuple(rows[1:]))
 
 
@@ -137,5 +142,5 @@ def _rows(path: Path, text: str) -> Iterator[Row]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("what"), str):
-            raise SettingError(f"{path}, line {number}: no event of a tape")
+            raise SettingError(f"{path}, line {number}: no event of a tape; the file was damaged or is none")
         yield row

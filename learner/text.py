@@ -100,7 +100,7 @@ def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
     if len(train) <= sequence_length:
         raise SettingError(
             f"{source} holds {len(train)} tokens (bytes), and one sequence of {sequence_length} needs "
-            f"{sequence_length + 1}; give --data more text, or lower --sequence-length"
+            f"{sequence_length + 1}; give --data more text, or take shorter sequences"
         )
     return Corpus(source=source, train=train, held_out_a=a, held_out_b=b, holds_out=holds_out)
 

@@ -83,7 +83,10 @@ class _Replay:
             )
         state, plan = version_zero(settings, task)
         if tape.syncer["plan_digest"] != plan.digest:
-            raise SettingError(f"{tape.syncer.path} is the tape of another model than this program builds")
+            raise SettingError(
+                f"{tape.syncer.path} is the tape of another model than this program builds: it was made by another "
+                "version, or changed"
+            )
         rounds = self._again.rounds
         self._served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
         epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)

@@ -133,7 +133,10 @@ def test_a_tape_whose_writer_was_killed_is_read_up_to_its_last_whole_line(change
         ("", "holds no syncer's tape"),
         ("no json\n", "line 1: no event"),
         ('{"what": "tape", "version": 1, "of": "syncer"}\n', "has no 'epoch'"),
-        ('{"what": "tape", "version": 99, "of": "syncer", "epoch": 1}\n', "no tape of version 1"),
+        (
+            '{"what": "tape", "version": 99, "of": "syncer", "epoch": 1}\n',
+            "a tape of version 99, and this program reads version 1",
+        ),
         ('["what"]\n', "line 1: no event"),
     ],
 )
