@@ -20,11 +20,11 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
     },
     1700: {
         "data-parallel": {2: 12e-3, 4: 24e-3, 8: 48e-3}, "lone, its share": {1: 6e-3},
-        "Decoupled": {2: 12e-3, 4: 12e-3, 8: 12e-3},
+        "Decoupled": {2: 12e-3, 4: 6e-3, 8: 12e-3},
     },
     4800: {
-        "data-parallel": {2: 12e-3, 4: 12e-3, 8: 12e-3}, "lone, its share": {1: 6e-3},
-        "Decoupled": {2: 12e-3, 4: 12e-3, 8: 12e-3},
+        "data-parallel": {2: 12e-3, 4: 6e-3, 8: 12e-3}, "lone, its share": {1: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 6e-3, 8: 12e-3},
     },
 }  # fmt: skip
 """Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
@@ -33,7 +33,7 @@ RATES = (12e-3, 24e-3, 48e-3)
 ELSEWHERE_LR: Mapping[str, float] = {
     "H=1, synchronous": 24e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 12e-3,
     "lr 1, momentum 0, M=4, H=6": 24e-3, "lr 1, momentum 0, M=4, H=12": 24e-3, "lr 1, momentum 0, M=4, H=48": 24e-3,
-    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 6e-3,
+    "lr 0.7, momentum 0.3, M=4, H=6": 24e-3, "lr 0.7, momentum 0.9, M=4, H=6": 3e-3,
     "lr 0.7, momentum 0.3, M=4, H=12": 24e-3, "lr 0.7, momentum 0.9, M=4, H=12": 12e-3,
     "lr 0.7, momentum 0.3, M=4, H=48": 24e-3, "lr 0.7, momentum 0.9, M=4, H=48": 12e-3,
     "outer lr 1 falling to 0.5": 24e-3, "outer lr 1.5 falling to 1": 24e-3, "momentum 0.5": 12e-3,
