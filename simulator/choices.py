@@ -24,7 +24,7 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
     },
     4800: {
         "data-parallel": {2: 12e-3, 4: 6e-3, 8: 12e-3}, "lone, its share": {1: 6e-3},
-        "Decoupled": {2: 12e-3, 4: 6e-3, 8: 6e-3},
+        "Decoupled": {2: 12e-3, 4: 6e-3, 8: 3e-3},
     },
 }  # fmt: skip
 """Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
