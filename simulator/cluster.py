@@ -359,7 +359,8 @@ class Cluster:
                 f" within {self.horizon_seconds:,.0f} virtual seconds" if math.isfinite(self.horizon_seconds) else ""
             )
             raise SettingError(
-                f"all learners are gone at step {self._rounds.t} of {self.settings.steps}, and nobody comes back{in_time}"
+                f"all learners are gone at step {self._rounds.t} of {self.settings.steps}, "
+                f"and nobody comes back{in_time}"
             )
         if self.now > self.horizon_seconds:
             raise SettingError(
