@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from ..learner.text import Corpus, load_corpus
 from ..syncer.figures import Figures
 from ..syncer.merging import merge_answers
 from ..syncer.parts import Served
-from ..syncer.recording import Replayed
+from ..syncer.recording import ANSWER, Replayed
 from ..syncer.rounds import Answer, Called
 from .trained import version_zero
 from .trainee import Trainee
 
+MOST_THREADS = 1024
 Answered = tuple[str, int, int, int]
 """(name, incarnation, slot, attempt)"""
 
@@ -107,6 +109,8 @@ class _Replay:
                 self._merge(number, row)
                 merges += 1
                 self._said(merges)
+            if row["what"] == "failed":
+                self._fail(number, row)
             actions = self._again.take(number, row, vector)
             decisions += len(actions) if row["what"] == "tick" else 0
             for action in actions:
@@ -133,7 +137,16 @@ class _Replay:
                 answer = self._served.intake.take(chunk)
         except Malformed as wrong:
             raise SettingError(f"{self._tape.syncer.path}, line {number}: refused here: {wrong}") from wrong
-        return None if answer is None else answer.vector
+        if answer is None:
+            return None
+        for name in ANSWER:
+            ours, theirs = getattr(answer, name), row.get(name)
+            if ours != theirs:
+                raise SettingError(
+                    f"{self._tape.syncer.path}, line {number}: the answer of {printable(str(key[0]))} has {name} "
+                    f"{printable(str(theirs))} on the tape and {ours} when it is trained anew"
+                )
+        return answer.vector
 
     def _life(self, name: str, incarnation: int) -> _Life:
         who = (name, incarnation)
@@ -154,12 +167,16 @@ class _Replay:
                 f"{self._tape.syncer.path}, line {number}: version {merged.version} of fragment {merge.call.fragment} "
                 f"has other bits here than on the tape{self._torch()}"
             )
-        for answer in merge.answers:
-            served.screen.merged(merge.call.fragment, answer.vector.norm)
+        # the screen is told no norm, so it judges nothing: refusals stand on no tape, and what was usual rests on them
         public = Public(
             merged.version, served.state.public[merge.call.fragment], merged.digest, merge.contributors
         )  # fmt: skip
         self._world.made(merge.call.fragment, public)
+
+    def _fail(self, number: int, row: Row) -> None:
+        with suppress(Malformed):
+            merge_answers(self._served, self._again.merge_of(row["slot"]))
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: a merge that failed there succeeds here")
 
     def _torch(self) -> str:
         """What may be why."""
@@ -232,7 +249,10 @@ class _Life:
 
     def until(self, wanted: Answered, world: _World) -> list[Any]:
         """Train until this answer was captured; its chunks."""
-        torch.set_num_threads(max(1, int(self.file["threads"])))
+        threads = int(self.file["threads"])
+        if not 0 < threads <= MOST_THREADS:
+            raise SettingError(f"{self.file.path} is of a learner with {threads} threads, which no machine has")
+        torch.set_num_threads(threads)
         while wanted not in self._answers:
             number, row = next(self._rows, (0, {"what": "close"}))
             if row["what"] != "boundary":

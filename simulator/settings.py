@@ -36,6 +36,7 @@ class GoodputPlan:
         for name in ("seed", "simulated_steps"):
             _more_than(self, name, 0, inclusive=True)
         _at_most(self, "chips", MOST_CHIPS)
+        _at_most(self, "learners", MOST_LEARNERS)
         _at_most(self, "simulated_steps", MOST_STEPS)
         if self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
@@ -43,7 +44,7 @@ class GoodputPlan:
     def steps(self, model: FailureModel) -> int:
         """Inner steps to simulate, so that what is rare or daily is seen as well."""
         rare = model.site_failures_a_year or model.scavenged_share
-        return self.simulated_steps or (int(RARE_SECONDS / model.step_seconds) if rare else 5000)
+        return self.simulated_steps or (max(100, int(RARE_SECONDS / model.step_seconds)) if rare else 5000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,11 @@ class FailureModel:
         for name, least in (("slowdown_factor", 1.0), ("return_shape", 0.05), ("return_power", 0.05),
                             ("mtbi_years", 1e-6), ("step_seconds", 1e-3)):  # fmt: skip
             _more_than(self, name, least, inclusive=True)
+        for name in ("step_seconds", "downscale_seconds", "upscale_seconds", "restart_seconds", "return_seconds",
+                     "slowdown_seconds", "site_seconds", "slowdowns_a_chip_year", "site_failures_a_year"):  # fmt: skip
+            _at_most(self, name, MOST_SECONDS)
+        for name, most in (("slowdown_factor", 1000.0), ("speed_spread", 10.0), ("sites", MOST_LEARNERS)):
+            _at_most(self, name, most)
 
     def check_slices(self, chips: int, learners: int) -> None:
         """SettingError if a learner's share of the chips is not even one slice."""

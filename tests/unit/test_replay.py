@@ -14,6 +14,7 @@ from decoupled_diloco.common.tape import TapeWriter, read_tape
 from decoupled_diloco.simulator.replay import Verdict, replay, replay_decisions
 from decoupled_diloco.simulator.running import run
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
+from decoupled_diloco.syncer import screen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,56 @@ def test_a_tape_gives_the_same_decisions_and_bits(taped: tuple[Path, dict[str, A
     assert verdict.model_hash == told["model_hash"]
     assert verdict.merges == told["merges"]
     assert replay_decisions(read_tape(tape)) == Verdict(verdict.decisions, verdict.merges, 0, "", True)
+
+
+def test_a_tape_of_learners_who_insisted_on_their_norms_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was refused stands on no tape, and a replay must not refuse the one who was then taken."""
+    monkeypatch.setattr(screen, "NORM_FACTOR", 1.0)
+    monkeypatch.setattr(screen, "INSISTS_AFTER", 2)
+    refusals, absurd = [0], screen.NormScreen.absurd
+
+    def counted(self: screen.NormScreen, *given: Any) -> bool:
+        refused = absurd(self, *given)
+        refusals[0] += refused
+        return refused
+
+    monkeypatch.setattr(screen.NormScreen, "absurd", counted)
+    told = make(tmp_path, steps=32)
+    assert refusals[0] > 10
+    seen = refusals[0]
+    assert replay(read_tape(tmp_path), None).model_hash == told["model_hash"]
+    assert refusals[0] == seen
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("tokens_to", -1), ("tokens_from", -5), ("steps_to", 1), ("base_version", 1),
+    ],
+)  # fmt: skip
+def test_an_answer_whose_counters_were_changed_is_told(changed: Callable[..., Path], what: str, change: int) -> None:
+    def other(row: dict[str, Any]) -> None:
+        if row["what"] == "answer" and not row["refused"]:
+            row[what] += change
+
+    with pytest.raises(SettingError, match=rf"syncer-1\.jsonl, line \d+: .*{what}|decision|other"):
+        replay(read_tape(changed("syncer", other)), None)
+
+
+def test_a_good_merge_that_is_said_to_have_failed_is_told(changed: Callable[..., Path]) -> None:
+    place, said = changed("syncer", lambda _: None), []
+    path = place / "syncer-1.jsonl"
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["what"] == "merged":
+            said.append(json.dumps({"what": "failed", "at": 1e9, "slot": row["slot"]}))
+            break
+        said.append(line)
+    path.write_text("\n".join(said) + "\n")
+    with pytest.raises(SettingError, match="a merge that failed there succeeds here"):
+        replay(read_tape(place), None)
 
 
 @pytest.mark.parametrize(
