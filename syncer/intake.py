@@ -70,8 +70,8 @@ class Intake:
         vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
         length = norm(vector)
         live = [member.name for member in self._rounds.members.live()]
-        if self._screen.absurd(answer.fragment, length, answer.who[0], live):
-            raise Malformed("norm", f"{length:.3g}, over 100 times what this fragment's merges have had")
+        if self._screen.absurd(answer.fragment, length, answer.steps, answer.who[0], live):
+            raise Malformed("norm", f"{length:.3g}, over 100 times as much a step as this fragment's merges have had")
         return replace(answer, vector=Decoded(vector, length))
 
 

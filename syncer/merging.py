@@ -124,7 +124,7 @@ def book_merge(served: Served, merge: Merge, merged: Merged, now: float, seconds
     rounds.merged(merge, seconds, merged.digest)
     served.intake.forget_closed()
     for answer in merge.answers:
-        served.screen.merged(merge.call.fragment, answer.vector.norm)
+        served.screen.merged(merge.call.fragment, answer.vector.norm, answer.steps)
     count_merge(rounds, served.figures, merge, now, seconds)
 
 

@@ -63,7 +63,7 @@ class Served:
 
     def __post_init__(self) -> None:
         P = self.state.plan.P
-        self.screen = NormScreen(P)
+        self.screen = NormScreen(P, most_steps=2 * self.state.settings.sync_every)
         self.intake = Intake(self.rounds, self.state, self.screen)
         self.digests = [{self.state.versions[p]: self.state.keyframe(p)[2]} for p in range(P)]
 

@@ -15,20 +15,26 @@ INSISTS_AFTER = 8
 
 
 class NormScreen:
-    """Per fragment, the norms of the last 32 merged deltas.
+    """Per fragment, the norms of the last 32 merged deltas, for each inner step that they cover: the first ones cover a
+    step or two, at the lowest learning rate, and later ones H of them.
 
     What is usual may change at once for everybody (a schedule that starts again, a layer that thaws, an outer step that
     overshoots). So who is refused again and again is counted, and where that becomes more than half of the learners it
     is they who say what is usual: otherwise that fragment would never be merged again, and the run would never end.
     """
 
-    def __init__(self, fragments: int) -> None:
+    def __init__(self, fragments: int, most_steps: int) -> None:
+        """most_steps: so many are believed at most, since who states more would be allowed more."""
+        self._most_steps = most_steps
         self._norms: list[deque[float]] = [deque(maxlen=NORM_WINDOW) for _ in range(fragments)]
         self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
         """Per fragment, since its last merge: learner -> (refusals, the norm of the last one)."""
 
-    def absurd(self, fragment: int, norm: float, name: str, live: Collection[str]) -> bool:
-        """True if `norm`, of `name` among the `live` learners, is over 100 times the median (0 judges nothing)."""
+    def absurd(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
+        """True if `norm`, over `steps`, of `name` among the `live` learners, is over 100 times the median (0 judges
+        nothing).
+        """
+        norm = self._a_step(norm, steps)
         known = self._norms[fragment]
         usual = median(known) if len(known) >= NORM_AFTER else 0.0
         if not usual or norm <= NORM_FACTOR * usual:
@@ -43,6 +49,9 @@ class NormScreen:
         refused.clear()
         return norm > NORM_FACTOR * median(insist)
 
-    def merged(self, fragment: int, norm: float) -> None:
-        self._norms[fragment].append(norm)
+    def merged(self, fragment: int, norm: float, steps: int) -> None:
+        self._norms[fragment].append(self._a_step(norm, steps))
         self._refused[fragment].clear()
+
+    def _a_step(self, norm: float, steps: int) -> float:
+        return norm / min(max(1, steps), self._most_steps)

@@ -110,6 +110,13 @@ def test_who_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None
     assert told[0] > 1, "with a way of 3 s the run itself is slow"
 
 
+def test_deltas_of_many_steps_are_not_absurd_beside_those_of_the_first() -> None:
+    """Eight learners fill what is usual with their first step or two, at the lowest learning rate."""
+    chosen = RunSettings(steps=90, sync_every=72, fragments=12)
+    tiny = replace(TASK, sequence_length=8, batch_sequences=1)
+    assert run(ClusterPlan(learners=8), chosen, tiny, FailureModel())["uptime"] == 1.0
+
+
 def test_a_model_that_is_not_finite_is_reset_and_then_given_up() -> None:
     task = replace(TASK, inner_lr=1e30)
     with pytest.raises(Diverged):
