@@ -97,7 +97,7 @@ def read_tape(place: Path) -> Tape:
     folder = place.parent if place.is_file() else place / FOLDER if (place / FOLDER).is_dir() else place
     if not folder.is_dir():
         raise SettingError(f"{shown(place)} is no folder with a tape; a run writes one into its folder with --tape")
-    files = [file for path in sorted(folder.glob("*.jsonl")) if (file := _read(path)) is not None]
+    files = [file for path in sorted(folder.glob("*.jsonl")) if path.is_file() and (file := _read(path)) is not None]
     try:
         syncers = sorted((f for f in files if f["of"] == "syncer"), key=lambda f: int(f["epoch"]))
         chosen = [f for f in syncers if f.path == place] if place.is_file() else syncers

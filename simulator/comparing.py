@@ -10,6 +10,7 @@ import csv
 import errno
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -96,12 +97,18 @@ class Results:
     def _read(self) -> list[dict[str, Any]]:
         known, first = {cell.identity for cell in self.suite.cells}, self.suite.first_seed
         rows = self._parsed(self._whole_lines())
-        return [r for r in rows if r["cell"] in known and r["text"] == self._text and r["seed"] >= first]
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for row in rows:
+            if row["cell"] in known and row["text"] == self._text and row["seed"] >= first:
+                found.setdefault((row["cell"], row["seed"]), row)  # one each, if files were joined
+        return list(found.values())
 
     def _whole_lines(self) -> list[str]:
         """What stands in the file, but for half a line, which one who was killed left at the end."""
         if not self.path.exists():
             return []
+        if not self.path.is_file():
+            raise SettingError(f"{self.path} is no file; name another --out")
         content = self.path.read_bytes()
         rest = content[content.rfind(b"\n") + 1 :]
         if rest and not rest.startswith(b"{"):
@@ -112,14 +119,24 @@ class Results:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-            except ValueError as wrong:
+            except (ValueError, RecursionError) as wrong:
                 raise self._foreign(number) from wrong
-            if not isinstance(row, dict) or not row.keys() >= COLUMNS:
+            if not isinstance(row, dict) or not row.keys() >= COLUMNS or not _sound(row):
                 raise self._foreign(number)
             yield row
 
     def _foreign(self, line: int) -> SettingError:
         return SettingError(f"{self.path}, line {line}: no result of a comparison; name another --out")
+
+
+def _sound(row: dict[str, Any]) -> bool:
+    """Its columns are what a comparison writes: text, whole numbers, and positive finite losses."""
+    texts = all(isinstance(row[name], str) for name in ("cell", "name", "text"))
+    whole = all(type(row[name]) is int and row[name] >= 0 for name in ("seed", "tokens", "tokens_merged"))
+    real = all(
+        type(row[name]) in (int, float) and math.isfinite(row[name]) for name in ("val_a", "val_b", "core_seconds")
+    )
+    return texts and whole and real and row["tokens"] > 0 and min(row["val_a"], row["val_b"]) > 0
 
 
 def _why(wrong: OSError | UnicodeDecodeError) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -229,7 +231,30 @@ def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
         Results(tmp_path, PAIR, "text")
 
 
-@pytest.mark.parametrize("line", ["nothing", "[]", '{"cell": "x"}'])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("cell", []), ("name", 5), ("seed", "0"), ("seed", 0.5), ("seed", True), ("val_b", None), ("val_a", math.nan),
+     ("val_b", 0.0), ("tokens", 0), ("core_seconds", "1")],
+)  # fmt: skip
+def test_a_row_that_no_comparison_wrote_is_named(tmp_path: Path, column: str, value: object) -> None:
+    (tmp_path / "pair.jsonl").write_text(json.dumps(row(OURS, 0, 2.0) | {column: value}) + "\n")
+    with pytest.raises(SettingError, match=r"line 1: no result of a comparison"):
+        Results(tmp_path, PAIR, "text")
+
+
+def test_a_result_that_stands_there_twice_counts_once(tmp_path: Path) -> None:
+    lines = [row(OURS, 0, 2.0), row(OURS, 1, 2.1), row(OURS, 0, 3.0)]
+    (tmp_path / "pair.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r["seed"], r["val_b"]) for r in Results(tmp_path, PAIR, "text").rows] == [(0, 2.0), (1, 2.1)]
+
+
+def test_what_is_no_file_is_one_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pair.jsonl")
+    with pytest.raises(SettingError, match=r"pair\.jsonl is no file; name another --out"):
+        Results(tmp_path, PAIR, "text")
+
+
+@pytest.mark.parametrize("line", ["nothing", "[]", '{"cell": "x"}', "[" * 100_000])
 def test_a_file_that_holds_something_else_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "pair.jsonl").write_text(f"{line}\n")
     with pytest.raises(SettingError, match=r"pair\.jsonl, line 1: no result of a comparison"):

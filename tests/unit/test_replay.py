@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,12 @@ def test_what_is_no_tape_is_one_sentence(tmp_path: Path, content: str, said: str
     (tmp_path / "syncer-1.jsonl").write_text(content)
     with pytest.raises(SettingError, match=said):
         replay_decisions(read_tape(tmp_path))
+
+
+def test_what_is_no_file_is_no_tape(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "syncer-1.jsonl")
+    with pytest.raises(SettingError, match="holds no syncer's tape"):
+        read_tape(tmp_path)
 
 
 def test_rows_that_make_no_sense_are_named(changed: Callable[..., Path]) -> None:
