@@ -48,7 +48,9 @@ def explicit(context: click.Context) -> set[str]:
 
 
 def refuse(names: Iterable[str], why: str) -> None:
-    """SettingError if one of these options of the running command stands on its command line: it would do nothing."""
+    """SettingError if one of these options of the running command stands on its command line: it would do nothing. In
+    the environment it may stand for another command.
+    """
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

@@ -241,8 +241,9 @@ def _half(d: Difference) -> float:
 
 
 def _draw_contrasts(axes: Axes, found: Sequence[Difference], part: str) -> None:
-    ends = [100 * abs(end) for d in found for end in ((d.low, d.high) if math.isfinite(d.high) else (d.mean,))]
-    most = min(max(ends), OUTLIER * median(ends)) * 1.05
+    lows, highs = ([100 * d.mean + sign * _half(d) for d in found] for sign in (-1, 1))
+    ends = [abs(end) for end in (*lows, *highs)]
+    most = 1.05 * (min(max(ends), OUTLIER * median(ends)) or max(ends)) or 1.0  # zeros alone have no scale
     for height, d in enumerate(reversed(found)):
         mean_, half = 100 * d.mean, _half(d)
         if abs(mean_) > most:
@@ -258,10 +259,9 @@ def _draw_contrasts(axes: Axes, found: Sequence[Difference], part: str) -> None:
     bound = "; red: the bound that is asked" if any(d.within is not None for d in found) else ""
     hollow = "; hollow: one seed" if any(d.seeds == 1 for d in found) else ""
     axes.set_xlabel(f"difference of the loss on part {part} in %\n(mean, 95 % interval{bound}{hollow})", fontsize=9)
-    lows = [100 * (d.low if math.isfinite(d.high) else d.mean) for d in found]
-    highs = [100 * (d.high if math.isfinite(d.high) else d.mean) for d in found]
-    room = 0.05 * (min(most, max(0.0, *highs)) + min(most, -min(0.0, *lows)))
-    axes.set_xlim(-min(most, -min(0.0, *lows)) - room, min(most, max(0.0, *highs)) + room)
+    left, right = max(-most, min(0.0, *lows)), min(most, max(0.0, *highs))
+    room = 0.05 * (right - left or most)
+    axes.set_xlim(left - room, right + room)
     axes.set_ylim(-0.6, len(found) - 0.4)
 
 
