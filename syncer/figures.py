@@ -1,4 +1,4 @@
-"""What a run achieved, in the words of docs/figures: uptime, participation, useful share. Pure sums, O(1) memory."""
+"""What a run achieved, in README.md's words: uptime, participation, useful share. Pure sums, O(1) memory."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from decoupled_diloco.common.config import (
+    MOMENTUM_ROUNDS,
     BrokerConfig,
     LearnerConfig,
     RunSettings,
@@ -72,10 +73,16 @@ def test_a_schedule_in_which_some_fragment_would_never_be_synchronised_is_refuse
         check_schedule(3, 4, 1)
 
 
-def test_momentum_in_a_short_run_is_allowed_and_advised_against() -> None:
-    assert not RunSettings(steps=240, sync_every=24).advice()
-    assert "wants at least 100" in RunSettings(steps=240, sync_every=24, outer_momentum=0.9).advice()[0]
-    assert not RunSettings(steps=2400, sync_every=24, outer_momentum=0.9).advice()
+@pytest.mark.parametrize("rounds", [10, 100, MOMENTUM_ROUNDS])
+def test_momentum_in_a_run_that_is_no_longer_than_those_compared_is_allowed_and_advised_against(rounds: int) -> None:
+    assert not RunSettings(steps=24 * rounds, sync_every=24).advice()
+    (sentence,) = RunSettings(steps=24 * rounds, sync_every=24, outer_momentum=0.9).advice()
+    assert f"--outer-momentum 0.9 with {rounds} rounds" in sentence
+    assert f"up to {MOMENTUM_ROUNDS} rounds" in sentence
+
+
+def test_of_momentum_in_longer_runs_nothing_is_known_or_said() -> None:
+    assert not RunSettings(steps=24 * (MOMENTUM_ROUNDS + 1), sync_every=24, outer_momentum=0.9).advice()
 
 
 def test_a_broker_beyond_loopback_must_be_asked_for_in_so_many_words() -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoupled_diloco.cli import run_command
-from decoupled_diloco.common.config import PRESETS, RunSettings, preset
+from decoupled_diloco.cli import group, run_command
+from decoupled_diloco.common.config import PRESETS, RunSettings, SyncerConfig, preset
 from decoupled_diloco.common.errors import SettingError
+from decoupled_diloco.compose.options import _help
+from decoupled_diloco.compose.standalone import syncer_config
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -43,3 +45,10 @@ def test_up_goes_on_with_what_its_run_has(place: Path, capsys: pytest.CaptureFix
     assert run_command(["up", "--resume", "it", "--preset", "diloco"]) == 2
     assert "leave --preset out" in capsys.readouterr().err
     assert not list(place.iterdir())
+
+
+def test_the_syncer_s_own_folder_is_the_one_that_its_setting_documents(place: Path) -> None:
+    context = group.commands["syncer"].make_context("syncer", ["--run", "it", "--own-model"])
+    config = syncer_config(context.params, {"run", "own_model"})
+    assert config.directory.absolute() == (place / "runs" / "it" / "global").absolute()
+    assert _help(SyncerConfig, "directory").startswith("The folder global of the run's folder")

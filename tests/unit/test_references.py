@@ -1,0 +1,170 @@
+"""What pages, docstrings and comments point at is there: files, links, commands, options, names and Redis keys."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+from decoupled_diloco.cli import group
+from decoupled_diloco.common.registry import Keys
+
+ROOT = Path(__file__).parents[2]
+BESIDE = ("tests", "benchmarks", "docs")
+"""Folders that are no part of the package."""
+FOLDERS = sorted({*BESIDE, *(path.parent.name for path in ROOT.glob("*/__init__.py"))})
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SOURCES = [
+    path
+    for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
+    if path.relative_to(ROOT).parts[:2] != ("tests", "path")
+]
+FILES = {path.name for path in [*PAGES, *SOURCES, *(ROOT / "compose").iterdir()]}
+MADE_BY_A_USER = {"compose/.env", "train.py"}
+OTHERS_OPTIONS = {
+    "--build", "--volumes", "--scale", "--no-deps", "--rm", "--env-file",  # docker compose
+    "--help", "--strict", "--scan", "--pattern",
+}  # fmt: skip
+OTHERS_NAMES = {"scp", "exited", "run10", "_bytes"}
+"""A command of another program, a container's state, an example, and the ending of a name."""
+
+
+def tokens(path: Path) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+
+
+def is_docstring(token: tokenize.TokenInfo) -> bool:
+    return token.type == tokenize.STRING and token.string.startswith('"""')
+
+
+@cache
+def prose(path: Path) -> str:
+    """A page, or the docstrings and comments of a source."""
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    return "\n".join(t.string for t in tokens(path) if t.type == tokenize.COMMENT or is_docstring(t))
+
+
+@cache
+def names() -> set[str]:
+    """Every word of the code, docstrings and comments left out; and of what is neither Python nor a page."""
+    files = [*(ROOT / "compose").iterdir(), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    found = {word for path in files if path.is_file() for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    for path in SOURCES:
+        for token in tokens(path):
+            if token.type != tokenize.COMMENT and not is_docstring(token):
+                found.update(re.findall(r"\w+", token.string))
+    return found
+
+
+@cache
+def options() -> set[str]:
+    def of(command: click.Command) -> Iterator[str]:
+        for option in command.params:
+            yield from (*option.opts, *option.secondary_opts)
+        for below in command.commands.values() if isinstance(command, click.Group) else ():
+            yield from of(below)
+
+    return set(of(group))
+
+
+def code(page: str) -> list[str]:
+    """What a page shows as code: spans between backticks, and lines that are indented by four."""
+    spans = re.findall(r"`([^`\n]+)`", page)
+    return [*spans, *re.findall(r"^    (\S.*)$", page, re.MULTILINE)]
+
+
+def stale(found: Callable[[Path], Iterable[str]], paths: Iterable[Path] = PAGES) -> list[str]:
+    return [f"{path.relative_to(ROOT)}: {what}" for path in paths for what in found(path)]
+
+
+def missing_files(path: Path) -> Iterator[str]:
+    text = prose(path)
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w/.-]*[\w/])", text)) - MADE_BY_A_USER:
+        if not any((ROOT / (name + end)).exists() for end in ("", ".py", ".md")):
+            yield name
+    for name in set(re.findall(r"(?<![\w/.*-])([\w-]+\.(?:py|md|yaml))\b", text)) - FILES - MADE_BY_A_USER:
+        if not re.match(r"[A-Z]+\.", name):  # SUITE.md: any suite's
+            yield name
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    for place, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", prose(path)):
+        there = path.parent / place if place else path
+        if not there.exists():
+            yield place
+        elif anchor:
+            heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor not in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}:
+                yield f"{place}#{anchor}"
+
+
+def unknown_commands(path: Path) -> Iterator[str]:
+    for shown in code(prose(path)):
+        meant: click.Command = group
+        for word in shown.split()[1:] if shown.startswith("diloco ") else ():
+            if isinstance(meant, click.Group) and re.fullmatch(r"[a-z]+", word):
+                if word not in meant.commands:
+                    yield shown
+                    break
+                meant = meant.commands[word]
+
+
+def unknown_options(path: Path) -> Iterator[str]:
+    known = options() | OTHERS_OPTIONS
+    for shown in code(prose(path)):
+        if "-->" in shown or shown.startswith(("python ", "redis-cli ")):  # a drawing, and what is no command of ours
+            continue
+        yield from set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown)) - known
+
+
+def unknown_names(path: Path) -> Iterator[str]:
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", prose(path)):
+        if name not in FILES | OTHERS_NAMES and not set(name.split(".")) <= names():
+            yield name
+
+
+def unknown_keys(path: Path) -> Iterator[str]:
+    keys = Keys("r")
+    known = (keys.run, keys.learners, keys.fragments, keys.events, keys.epoch, keys.learner("n"), keys.fragment(0))
+    kinds = {key.split(":")[2] for key in known}
+    yield from set(re.findall(r"\bdd:[\w*$-]+:(\w+)", prose(path))) - kinds
+
+
+def test_files_that_are_named_are_there() -> None:
+    assert stale(missing_files, [*PAGES, *SOURCES]) == []
+
+
+def test_links_lead_somewhere() -> None:
+    assert stale(broken_links) == []
+
+
+def test_commands_that_are_named_exist() -> None:
+    assert stale(unknown_commands, [*PAGES, *SOURCES]) == []
+
+
+def test_options_that_are_named_exist() -> None:
+    assert stale(unknown_options) == []
+
+
+def test_names_between_backticks_are_in_the_code() -> None:
+    assert stale(unknown_names, [*PAGES, *(path for path in SOURCES if "tests" not in path.parts)]) == []
+
+
+def test_redis_keys_are_those_of_the_registry() -> None:
+    assert stale(unknown_keys) == []
+
+
+def test_the_tables_of_folders_are_complete() -> None:
+    """CONTRIBUTING.md's is also in the order in which parts may import one another, as test_house.py has it."""
+    expected = sorted({*FOLDERS, "cli.py"})
+    listed = re.findall(r"^    ([a-z]+(?:/|\.py))  ", prose(ROOT / "CONTRIBUTING.md"), re.MULTILINE)
+    assert sorted(name.rstrip("/") for name in listed) == expected
+    rows = re.findall(r"^\| ([a-z]+) \| `", prose(ROOT / "docs" / "design.md"), re.MULTILINE)
+    assert sorted({"cli": "cli.py"}.get(row, row) for row in rows) == [
+        name for name in expected if name not in {"tests", "docs"}
+    ]
