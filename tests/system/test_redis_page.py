@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,10 +39,39 @@ client.response_callbacks.clear()
 def show(answer):
     for part in answer if isinstance(answer, list) else [answer]:
         show(part) if isinstance(part, list) else print("" if part is None else part)
-words = sys.argv[3:]
-show(list(client.scan_iter(match=words[2])) if words[0] == "--scan" else client.execute_command(*words))
+words, cursor = sys.argv[3:], "0"
+if words[0] != "--scan":
+    show(client.execute_command(*words) or "")
+    sys.exit()
+while True:
+    cursor, found = client.execute_command("SCAN", cursor, "MATCH", words[2])
+    show(found)
+    if cursor == "0":
+        break
 """
-"""What redis-cli prints into a pipe, for machines that have none."""
+"""What redis-cli prints into a pipe. The page's commands are tried with it everywhere, so that a machine with a
+redis-cli and one without see the same; `test_the_stand_in_prints_what_redis_cli_prints` holds it against the real one.
+"""
+
+
+def with_stand_in(tools: Path, store_url: str) -> dict[str, str]:
+    """An environment in which `redis-cli` is the stand-in, and $PORT the store's."""
+    tools.mkdir()
+    (tools / "redis-cli").write_text(STAND_IN.replace("{python}", sys.executable))
+    (tools / "redis-cli").chmod(0o755)
+    port = store_url.rpartition(":")[2].partition("/")[0]
+    return {**os.environ, "PORT": port, "PATH": f"{tools}:{os.environ['PATH']}"}
+
+
+def typed(command: str, environment: Mapping[str, str]) -> list[str]:
+    """The lines that `command` prints in a shell."""
+    done = subprocess.run(
+        ["bash", "-euc", command], env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    assert "ERR" not in done.stdout, done.stdout
+    return done.stdout.splitlines()
 
 
 class Asked:
@@ -50,26 +79,11 @@ class Asked:
 
     def __init__(self, house: House, tools: Path) -> None:
         self.house = house
-        port = house.store_url.rpartition(":")[2].partition("/")[0]
-        tools.mkdir()
-        client = shutil.which("redis-cli") or shutil.which("valkey-cli")
-        if client:
-            (tools / "redis-cli").symlink_to(client)
-        else:
-            (tools / "redis-cli").write_text(STAND_IN.replace("{python}", sys.executable))
-            (tools / "redis-cli").chmod(0o755)
-        self.environment = {**os.environ, "PORT": port, "PATH": f"{tools}:{os.environ['PATH']}"}
+        self.environment = with_stand_in(tools, house.store_url)
 
     def answer(self, question: str, command: str = "") -> list[str]:
         """The lines that the page's command for `question` prints."""
-        done = subprocess.run(
-            ["bash", "-euc", command or QUESTIONS[question]], env=self.environment, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert not done.stderr, done.stderr
-        assert "ERR" not in done.stdout, done.stdout
-        return done.stdout.splitlines()
+        return typed(command or QUESTIONS[question], self.environment)
 
     def numbers(self, question: str) -> list[float]:
         return [float(line) for line in self.answer(question)]
@@ -191,3 +205,21 @@ def test_the_page_names_every_field_and_every_key(shown: Any) -> None:
         told = set(re.findall(r"`(\w+)`", text_of[key.split(":")[2]]))
         unnamed = set(shown.hkeys(key)) - told
         assert not unnamed, f"{key} has fields that docs/redis.md does not explain: {sorted(unnamed)}"
+
+
+def test_the_stand_in_lists_more_keys_than_one_scan_holds(shown: Any, tmp_path: Path) -> None:
+    shown.mset({f"dd:more-{number}:run": "" for number in range(300)})
+    port = shown.connection_pool.connection_kwargs["port"]
+    environment = with_stand_in(tmp_path / "tools", f"redis://127.0.0.1:{port}/0")
+    listed = typed(QUESTIONS["Which runs are there?"], environment)
+    assert set(listed) == {"dd:run:run", *(f"dd:more-{number}:run" for number in range(300))}
+
+
+def test_the_stand_in_prints_what_redis_cli_prints(shown: Any, tmp_path: Path) -> None:
+    real = shutil.which("redis-cli") or shutil.which("valkey-cli")
+    if not real:
+        pytest.skip("this machine has no redis-cli to compare the stand-in with")
+    port = shown.connection_pool.connection_kwargs["port"]
+    environment = with_stand_in(tmp_path / "tools", f"redis://127.0.0.1:{port}/0")
+    for command in (*QUESTIONS.values(), "redis-cli -p $PORT XRANGE dd:nowhere:events - +"):
+        assert typed(command, environment) == typed(command.replace("redis-cli", f"'{real}'"), environment), command

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,6 @@ print("done")
 """
 
 
-# A file system of 512 KiB where this user may mount one; otherwise a limit on the size of files.
 MOUNTED = """
 def fill():
     with open(PLACE + "/ballast", "wb", buffering=0) as file:
@@ -221,20 +220,29 @@ def fill():
         except OSError: pass
 def empty(): os.unlink(PLACE + "/ballast")
 """
+"""On a file system of 512 KiB."""
 LIMITED = """
 import resource
 def fill(): resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 def empty(): resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
 """
+"""With a limit on the size of files."""
+
+
+def check_full_disk(place: Path, how: str, around: Sequence[str], reason: str) -> None:
+    out = output_of(f"PLACE = {str(place)!r}", how, FULL_DISK, around=around).splitlines()
+    assert out[0].startswith(f"cannot write into {place}/global: ")
+    assert reason in out[1]
+    assert out[2] == "done"
+
+
+def test_files_that_cannot_grow_are_found_at_start_and_later_only_told(tmp_path: Path) -> None:
+    check_full_disk(tmp_path, LIMITED, [], "File too large")
 
 
 def test_a_full_disk_is_found_at_start_and_later_only_told(tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=512k tmpfs '{tmp_path}'"
-    can_mount = shutil.which("unshare") and subprocess.run([*alone, mount], check=False).returncode == 0
-    around = [*alone, f'{mount} && exec "$0" "$@"'] if can_mount else []
-    lines = [f"PLACE = {str(tmp_path)!r}", MOUNTED if can_mount else LIMITED, FULL_DISK]
-    out = output_of(*lines, around=around).splitlines()
-    assert out[0].startswith(f"cannot write into {tmp_path}/global: ")
-    assert ("No space left on device" if can_mount else "File too large") in out[1]
-    assert out[2] == "done"
+    if not (shutil.which("unshare") and subprocess.run([*alone, mount], check=False).returncode == 0):
+        pytest.skip("this user may not mount a file system of its own")
+    check_full_disk(tmp_path, MOUNTED, [*alone, f'{mount} && exec "$0" "$@"'], "No space left on device")
