@@ -292,7 +292,7 @@ def _tensor_of(payload: Buffer) -> Tensor:
     view = memoryview(payload).cast("B")
     if len(view) and not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
-    copy = torch.empty(len(view), dtype=torch.uint8)  # torch takes no memory that it must not write to
+    copy = torch.empty(len(view), dtype=torch.uint8, device="cpu")  # torch takes no memory that it must not write to
     copy.numpy()[:] = np.frombuffer(view, dtype=np.uint8)
     return copy
 

@@ -27,7 +27,8 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
     leave = Leave()
     place = check_device(device)
     torch.set_num_threads(threads)
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer loads a second's worth of torch: now, not between peers
+    # The first optimizer loads a second's worth of torch: now, not between peers.
+    torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")])
     try:
         beat = discover(config.broker, config.run, config.join_timeout_seconds, config.key)
         task, seed = task_of(beat), RunSettings.from_map(beat.settings).seed

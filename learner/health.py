@@ -48,7 +48,7 @@ class LossWatch:
 
     def _send_for(self, loss: Tensor) -> None:
         if len(self._pending) < PENDING_LOSSES:
-            host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             host.copy_(loss, non_blocking=True)
             event = cuda_event(loss.device)
             self._pending.append((event, host))
@@ -74,7 +74,11 @@ class StickCheck:
     def __init__(self, tensor: Tensor) -> None:
         """tensor: where the training state of some fragment is, before it is adopted."""
         self._tensor = tensor
-        self._index = torch.linspace(0, tensor.numel() - 1, min(SAMPLE, tensor.numel())).long().to(tensor.device)
+        count = min(SAMPLE, tensor.numel())
+        steps = torch.arange(count, dtype=torch.int64, device=tensor.device)
+        self._index = (
+            steps * (tensor.numel() - 1) // max(1, count - 1)
+        )  # in whole numbers: f32 may round up past the end
         self._before = self._sample()
         self._after: Tensor | None = None
         self._next: Tensor | None = None
@@ -107,6 +111,7 @@ def heal_moments(optimizer: Optimizers) -> int:
         for state in each.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
-                    value.zero_()
+                    with torch.inference_mode(mode=value.is_inference()):
+                        value.zero_()
                     healed += 1
     return healed

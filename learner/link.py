@@ -87,6 +87,7 @@ class Link:
     # --- the thread --------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         one_thread_for_torch()
+        torch.set_flush_denormal(False)  # a thread inherits it, and the same bits are wanted everywhere
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
             self._serve(context)

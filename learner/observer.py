@@ -20,7 +20,7 @@ from .inventory import inventory
 from .joining import await_joined, member
 from .link import Link
 from .pace import Progress
-from .replica import Replica
+from .replica import Replica, outside_inference_mode
 
 __all__ = ["Observer", "discover"]
 
@@ -37,6 +37,7 @@ class Observer:
     raises: SettingError, Refused, PeerLost. `key`: a key file of role observer or learner, for a broker with keys.
     """
 
+    @outside_inference_mode
     def __init__(
         self,
         address: str,

@@ -50,7 +50,7 @@ def check_device(device: str) -> torch.device:
     except RuntimeError as wrong:
         raise SettingError(f"--device {device} is unknown; choose cpu, cuda, or cuda:N (the N-th from 0 on)") from wrong
     try:
-        torch.empty(1, device=place)
+        torch.empty(1, dtype=torch.float32, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as wrong:
         raise SettingError(f"--device {device} cannot be used here: {str(wrong).splitlines()[0]}") from wrong
     return place

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +16,25 @@ from ..common.errors import Malformed
 from ..common.fragments import Fragment, Plan
 from .inventory import DTYPE_OF, Entry, inventory, layout_of
 
-__all__ = ["Replica", "anchor", "close_holes", "layout_of", "views"]
+__all__ = ["Replica", "anchor", "close_holes", "layout_of", "outside_inference_mode", "views"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: what `function` makes and writes are ordinary tensors, also where the training script calls it inside
+    torch.inference_mode(). What is made there could be written nowhere else, not even by the link's thread.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():  # entering a mode takes 30 us
+            return function(*args, **kwargs)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
@@ -56,6 +76,7 @@ class Replica:
     def __init__(self, model: nn.Module, plan: Plan, masters: Mapping[str, Tensor] | None = None) -> None:
         self.plan = plan
         self._entries = {entry.name: entry for entry in inventory(model, masters=masters)}
+        self._made_in_inference = any(entry.tensor.is_inference() for entry in self._entries.values())
 
     def entries(self, fragment: Fragment) -> list[Entry]:
         return [self._entries[slot.tensor.name] for slot in fragment.slots]
@@ -75,7 +96,7 @@ class Replica:
     # --- out of the model --------------------------------------------------------------------------------------------
     def new_buffer(self, length: int) -> Tensor:
         """Host memory for a flat vector; pinned where the model is on a CUDA device. Contents arbitrary."""
-        return torch.empty(length, dtype=torch.float32, pin_memory=self.on_cuda)
+        return torch.empty(length, dtype=torch.float32, device="cpu", pin_memory=self.on_cuda)
 
     @torch.no_grad()
     def capture(self, fragment: Fragment, out: Tensor) -> tuple[torch.cuda.Event, ...]:
@@ -90,7 +111,7 @@ class Replica:
 
     def vector(self, fragment: Fragment) -> Tensor:
         """The fragment as it is now, as a new flat f32 vector in host memory, holes zero. Waits for the device."""
-        out = torch.zeros(fragment.length, dtype=torch.float32)
+        out = torch.zeros(fragment.length, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             torch._foreach_copy_(views(fragment, out), self.sources(fragment))
         return out
@@ -123,11 +144,16 @@ class Replica:
 
     def _write(self, fragment: Fragment, values: Sequence[Tensor]) -> None:
         entries = self.entries(fragment)
-        torch._foreach_copy_(self.sources(fragment), list(values), non_blocking=self.on_cuda)
-        followers = [entry for entry in entries if entry.master is not None]
-        if followers:
-            sources = [entry.source.detach() for entry in followers]
-            torch._foreach_copy_([entry.tensor.detach() for entry in followers], sources)
+        with self._writable():
+            torch._foreach_copy_(self.sources(fragment), list(values), non_blocking=self.on_cuda)
+            followers = [entry for entry in entries if entry.master is not None]
+            if followers:
+                sources = [entry.source.detach() for entry in followers]
+                torch._foreach_copy_([entry.tensor.detach() for entry in followers], sources)
+
+    def _writable(self) -> AbstractContextManager[object]:
+        """What of the model was made in torch.inference_mode() can only be written there."""
+        return torch.inference_mode() if self._made_in_inference else nullcontext()
 
     # --- what never changes ------------------------------------------------------------------------------------------
     def static_bytes(self) -> bytes:
@@ -144,27 +170,33 @@ class Replica:
         for spec in self.plan.layout.static:
             if spec.numel:
                 part = torch.frombuffer(bytearray(content[offset : offset + spec.bytes]), dtype=DTYPE_OF[spec.dtype])
-                self._entries[spec.name].tensor.copy_(part.view(spec.shape))
+                with self._writable():
+                    self._entries[spec.name].tensor.copy_(part.view(spec.shape))
             offset += spec.bytes
 
     # --- the whole model ---------------------------------------------------------------------------------------------
+    @outside_inference_mode
     @torch.no_grad()
     def keep_parameters(self) -> list[Tensor]:
         """Copies of all trainable parameters (not of masters), for `put_back`."""
         return [entry.tensor.detach().clone() for entry in self._trainable()]
 
+    @outside_inference_mode
     @torch.no_grad()
     def put_back(self, kept: Sequence[Tensor]) -> None:
         """The parameters as `keep_parameters` found them, bit for bit."""
-        for entry, values in zip(self._trainable(), kept, strict=True):
-            entry.tensor.copy_(values)
+        with self._writable():
+            for entry, values in zip(self._trainable(), kept, strict=True):
+                entry.tensor.copy_(values)
 
+    @outside_inference_mode
     @torch.no_grad()
     def show(self, vectors: Sequence[Tensor]) -> None:
         """Write all public fragments into the parameters, and not into masters: for looking, not for training."""
-        for fragment, vector in zip(self.plan.fragments, vectors, strict=True):
-            for entry, view in zip(self.entries(fragment), views(fragment, vector), strict=True):
-                entry.tensor.copy_(view)
+        with self._writable():
+            for fragment, vector in zip(self.plan.fragments, vectors, strict=True):
+                for entry, view in zip(self.entries(fragment), views(fragment, vector), strict=True):
+                    entry.tensor.copy_(view)
 
     def save(self, path: Path) -> None:
         """All tensors as a safetensors file; a tied tensor stands under its first name, the metadata has the others."""

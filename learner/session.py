@@ -30,7 +30,7 @@ from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
 from .joining import await_joined, member
 from .link import Link
 from .pace import Pace, Progress
-from .replica import Replica
+from .replica import Replica, outside_inference_mode
 from .taping import Tape
 
 log = get_logger("learner")
@@ -63,6 +63,7 @@ class Way(Protocol):
         """Wait for the end; False if it does not come."""
 
 
+@outside_inference_mode
 def join(
     address: str,
     model: nn.Module,
@@ -157,6 +158,7 @@ class Session:
         self._report()
 
     # --- what a training loop calls ----------------------------------------------------------------------------------
+    @outside_inference_mode
     def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:
         """To be called after each optimizer step; False when the run is over, and then the model is the final one.
 
@@ -243,6 +245,7 @@ class Session:
             left = time.monotonic()
             self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)
 
+    @outside_inference_mode
     def close(self, reason: str = "left") -> None:
         """Leave the run. In mid-run open calls are answered once more; takes 5 s at most, and 2 s where nobody listens.
 

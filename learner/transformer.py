@@ -84,8 +84,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(task.width) for _ in range(task.layers))
         self.head_norm = nn.RMSNorm(task.width, eps=1e-6)
         self.head = nn.Linear(task.width, VOCABULARY, bias=False)
-        half = torch.arange(HEAD_CHANNELS // 2) / (HEAD_CHANNELS // 2)
-        angles = torch.arange(task.sequence_length)[:, None] * 10_000.0**-half
+        half = torch.arange(HEAD_CHANNELS // 2, dtype=torch.float32, device="cpu") / (HEAD_CHANNELS // 2)
+        places = torch.arange(task.sequence_length, dtype=torch.float32, device="cpu")
+        angles = places[:, None] * 10_000.0**-half
         # not persistent: computed from the settings, so neither sent nor exported
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -137,7 +138,7 @@ def sample(model: Transformer, prompt: bytes, count: int, temperature: float = 0
     text = list(prompt or b"\n")
     written = len(text)
     for _ in range(count):
-        seen = torch.tensor([text[-model.sequence_length :]], device=device)
+        seen = torch.tensor([text[-model.sequence_length :]], dtype=torch.int64, device=device)
         logits = model(seen)[0, -1].float().cpu()
         if temperature > 0:
             choice = torch.multinomial((logits / temperature).softmax(0), 1, generator=random)

@@ -20,7 +20,7 @@ from ..syncer.recording import recorded
 from ..syncer.rounds import Answer, Merge, Rounds
 from .substance import EPOCH, MERGE_SECONDS, Sent
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Counted:

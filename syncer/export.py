@@ -26,7 +26,7 @@ def model_tensors(state: GlobalState) -> dict[str, Tensor]:
     found = _trained(state.plan, state.public) | _static(state.plan, state.static)
     tensors = {}
     for spec in state.plan.layout.tensors:
-        tensor = found[spec.name] if spec.name in found else torch.empty(spec.shape, dtype=_dtype(spec))
+        tensor = found[spec.name] if spec.name in found else torch.empty(spec.shape, dtype=_dtype(spec), device="cpu")
         tensors[spec.name] = tensor
         tensors.update({name: tensor.clone() for name in spec.tied})
     return tensors
@@ -97,14 +97,14 @@ def _static(plan: Plan, static: bytes) -> dict[str, Tensor]:
     tensors, offset = {}, 0
     for spec in plan.layout.static:
         part = bytearray(static[offset : offset + spec.bytes])
-        flat = torch.frombuffer(part, dtype=_dtype(spec)) if part else torch.empty(0, dtype=_dtype(spec))
+        flat = torch.frombuffer(part, dtype=_dtype(spec)) if part else torch.empty(0, dtype=_dtype(spec), device="cpu")
         tensors[spec.name] = flat.view(spec.shape)
         offset += spec.bytes
     return tensors
 
 
 def _flatten(part: Fragment, found: dict[str, Tensor]) -> Tensor:
-    vector = torch.zeros(part.length)
+    vector = torch.zeros(part.length, dtype=torch.float32, device="cpu")
     for slot in part.slots:
         vector[slot.offset : slot.stop] = found[slot.tensor.name].reshape(-1)
     return vector

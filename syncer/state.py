@@ -70,7 +70,7 @@ class GlobalState:
         self.residual = list(snapshot.residual)
         self.momentum: list[Tensor] | None = None
         if settings.outer_momentum > 0:
-            self.momentum = list(snapshot.momentum or [torch.zeros(f.length) for f in plan.fragments])
+            self.momentum = list(snapshot.momentum or [torch.zeros_like(vector) for vector in self.public])
         self._digests: list[str] = []
         self._updates: list[Merged | None] = []
         self._anchors: list[dict[int, Tensor]] = []

@@ -57,6 +57,10 @@ def test_an_adoption_that_moved_no_further_than_a_step_tells_nothing() -> None:
     assert verdict(scalar, scalar + 1, scalar + 1, scalar + 1) is True
 
 
+def test_the_sample_of_a_tensor_of_many_millions_ends_where_the_tensor_ends() -> None:
+    StickCheck(torch.zeros(1).expand(2**25 + 4))  # its last index is no f32 number
+
+
 def test_moments_that_are_not_finite_are_cleared_and_others_kept() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizer = torch.optim.AdamW(parameters)
