@@ -9,7 +9,6 @@ import atexit
 import json
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ import click
 
 from .common.config import PRESETS, BrokerConfig, LearnerConfig, RunSettings, TaskSettings, preset
 from .common.errors import DilocoError
+from .common.output import make_stdout_expendable, protect
 from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
@@ -95,6 +95,8 @@ def up(context: click.Context, /, **given: Any) -> int:
     from .compose import local
 
     config, told = made_of(UpConfig, given), explicit(context)
+    if not config.as_json:
+        make_stdout_expendable()
     given |= {name: value for name, value in preset(config.preset, config.learners).items() if name not in told}
     return local.up(config, made_of(RunSettings, given), made_of(TaskSettings, given), told, context.obj)
 
@@ -195,6 +197,7 @@ def evaluator(context: click.Context, /, **given: Any) -> int:
     config = made_of(LearnerConfig, given | own)
     _begin(context, "evaluator", config, data=given["data"], eval_every=given["eval_every"])
     os.nice(NICENESS)  # before torch is loaded: that alone is a second of computing, which learners need at the start
+    make_stdout_expendable()
     if given["report"]:
         from .compose.reporting import evaluate_and_report as run_evaluator
     else:
@@ -310,15 +313,15 @@ group.add_command(compare)
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command and end the process with its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    output, _ = protect()
     code = run_command(arguments)
     # All that matters is written, closed and joined by now. The interpreter would take torch's modules apart one by
     # one, for a second of CPU: too much where all processes of a run end together and somebody waits for them.
     atexit._run_exitfuncs()  # noqa: SLF001 the only public way to them is the slow one
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):  # who read has gone
-            stream.flush()
+    sys.stdout.flush()
+    if output.failure is not None and not (code or output.expendable or output.unwanted):
+        code = _say(f"standard output could not be written: {output.failure.strerror}", 1)
+    sys.stderr.flush()
     os._exit(code)
 
 
@@ -332,9 +335,6 @@ def run_command(arguments: list[str] | None = None) -> int:
         return _say(str(wrong), wrong.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except BrokenPipeError:  # `diloco status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _say(sentence: str, code: int) -> int:

@@ -123,14 +123,18 @@ class _Outputs:
         self.terminal = True
         self.file: _LineFile | None = None
         self.calm = _Calm()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the terminal that is lost while it is written to is noted in the file
 
     def msg(self, **event: Any) -> None:
         with self._lock:
-            if self.file is not None:
-                self.file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
+            self.into_file(event)
             if self.terminal:
                 self._show(event)
+
+    def into_file(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            if self.file is not None:
+                self.file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
 
     def _show(self, event: Mapping[str, Any]) -> None:
         spared = event["level"] == "info" and self.threshold == LEVELS["info"]
@@ -218,12 +222,25 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def note_in_file(event: str, **fields: Any) -> None:
+    """A warning for the log file alone, where there is one: about a terminal that no longer takes lines."""
+    if _outputs.file is not None and _outputs.threshold <= LEVELS["warning"]:
+        _outputs.into_file(_complete(None, "warning", {"event": event, **fields}))
+
+
 def _to_terminal(line: str) -> None:
     stream = sys.stderr
+    own = stream is sys.__stderr__
     encoding = getattr(stream, "encoding", None) or "ascii"
     try:
-        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        text = line.encode(encoding, "backslashreplace") + b"\n"
+        if not own:
+            stream.write(text.decode(encoding))
         stream.flush()
-    except (OSError, ValueError, AttributeError):
+        # Past the interpreter's own buffer: what stayed in there would fail once more at its end, and turn the exit
+        # code of a program that only joined a run into 120.
+        while own and text:
+            text = text[os.write(stream.fileno(), text) :]
+    except (OSError, ValueError, AttributeError, RuntimeError):
         # The terminal is gone (closed, or its reader has left): the file still has the line, and training goes on.
         return

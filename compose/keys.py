@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ..common.errors import SettingError
+from ..common.output import deliver
 from .environment import Group
 
 OUTPUT = Path("-")
@@ -74,7 +75,7 @@ def new(keys: Path, out: Path | None, **about: Any) -> int:
 def _print(text: str) -> None:
     """SettingError if standard output does not take it all."""
     try:
-        click.echo(text, nl=False)
+        deliver(text)
     except OSError as cause:
         raise SettingError(f"standard output does not take the key: {cause.strerror}; none was made") from cause
 

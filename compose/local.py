@@ -15,6 +15,7 @@ from rich.console import Console
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
+from ..common.output import deliver
 from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
 from .house import House
@@ -133,5 +134,16 @@ def _show(house: House, wish: Wish, console: Console) -> int:
         how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"
         console.print(f"stopped at step {told['steps']}; {how}", markup=False, highlight=False, soft_wrap=True)
     if house.prepared.config.as_json:
-        print(json.dumps(figures(house.folder) if house.finished else told), flush=True)
+        _deliver(json.dumps(figures(house.folder) if house.finished else told), house.folder.name)
     return 0
+
+
+def _deliver(line: str, name: str) -> None:
+    """Print the last line of `diloco up --json`; DilocoError if it does not arrive. The run is saved by now."""
+    try:
+        deliver(line + "\n")
+    except OSError as wrong:
+        raise DilocoError(
+            f"standard output does not take the figures of {name}: {wrong.strerror}; the run is saved, and "
+            f"`diloco status {shlex.quote(name)} --json` shows them again"
+        ) from wrong

@@ -6,12 +6,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = 130
 """Exit code after the second wish, as shells have it for Ctrl-C."""
+
+
+def is_ignored(number: int) -> bool:
+    """A closed terminal is no wish of a program that was started by nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class Wish:
@@ -29,7 +35,8 @@ class Wish:
         return self.count > 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._heard) for number in NUMBERS}
+        heard = [number for number in NUMBERS if not is_ignored(number)]
+        self._before = {number: signal.signal(number, self._heard) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,5 +50,6 @@ class Wish:
             self.at_once()
             if sys.stderr.isatty():
                 shown = f"\x1b[?25h\n{self.last_words}\n"  # the live display had hidden the cursor
-                os.write(2, os.fsencode(shown))
+                with suppress(OSError):
+                    os.write(2, os.fsencode(shown))
             os._exit(AT_ONCE)

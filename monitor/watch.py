@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..common.output import stdout_failure
 from .status import Now, Source
 
 LINE_SECONDS = 10.0
@@ -83,10 +84,10 @@ class PlainDisplay:
 
 
 def follow(source: Source) -> int:
-    """Show a run until it is over or Ctrl-C; the exit code."""
+    """Show a run until it is over, Ctrl-C, or nothing more can be shown; the exit code."""
     display = open_display(Console())
     try:
-        while (now := source.read()).state not in OVER:
+        while (now := source.read()).state not in OVER and stdout_failure() is None:  # unseen, there is no more to do
             display.show(now)
             time.sleep(READ_SECONDS)
         display.show(now)

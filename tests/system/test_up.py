@@ -31,13 +31,15 @@ FOR_EVER = str(10**7)
 class Up:
     """One `diloco up` as a child, in a folder of its own."""
 
-    def __init__(self, place: Path, *arguments: str) -> None:
+    def __init__(self, place: Path, *arguments: str, reader_of_display: bool = False) -> None:
+        """`reader_of_display`: what is shown goes into a pipe, `process.stderr`, and not into a file."""
         self.place = place
         self.out, self.err = place / "out.txt", place / "err.txt"
         with self.out.open("a") as out, self.err.open("a") as err:
             self.process = subprocess.Popen(
-                [*DILOCO, "up", *arguments], cwd=place, stdout=out, stderr=err, start_new_session=True
-            )
+                [*DILOCO, "up", *arguments], cwd=place, stdout=out, start_new_session=True,
+                stderr=subprocess.PIPE if reader_of_display else err,
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +82,10 @@ class Up:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working directory of a run `it` that went through its 60 steps."""
     place = tmp_path_factory.mktemp("finished")
-    with Up(place, "--run", "it", "--steps", "60", "--json", *TINY) as up:
+    with Up(place, "--run", "it", "--steps", "60", "--json", *TINY, reader_of_display=True) as up:
+        assert up.process.stderr is not None
+        up.process.stderr.readline()
+        up.process.stderr.close()  # as `head -1` does
         assert up.process.wait(120) == 0, up.told()
     return place
 
@@ -100,6 +105,12 @@ def test_a_run_ends_with_one_line_of_json_and_nothing_else_on_stdout(finished: P
     assert figures["merges"] > 0
     assert figures["faults"] == 0
     assert figures["model_hash"]
+
+
+def test_a_run_whose_display_lost_its_reader_went_on_and_says_so_in_its_log(finished: Path) -> None:
+    events = [json.loads(line) for line in RunFolder(finished / "runs" / "it").log("up").read_text().splitlines()]
+    lost = [(event["stream"], event["reason"]) for event in events if event["event"] == "display_lost"]
+    assert lost == [("stderr", "Broken pipe")]
 
 
 def test_the_ledger_of_a_finished_run_agrees_to_the_token(figures: dict[str, Any]) -> None:

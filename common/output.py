@@ -1,0 +1,131 @@
+"""Standard output and standard error that cannot end a program: text that they do not take is dropped and counted as
+lost, so that a closed pipe, a full disk or a vanished terminal costs the display and nothing else.
+
+All writers are served alike: prints, log lines, rich's live display, and what Python itself flushes at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any, TextIO
+
+STUCK_SECONDS = 5.0
+"""How long a descriptor that does not block may take nothing before it counts as lost."""
+
+
+class Output(io.RawIOBase):
+    """One descriptor. Writing never fails; the first failure is kept, and named once in the log file."""
+
+    def __init__(self, descriptor: int, name: str, *, closed: bool = False) -> None:
+        """`closed`: the descriptor was, when the program began."""
+        self.failure: OSError | None = None
+        """Why nothing more is written; None while all that was written arrived."""
+        self.expendable = False
+        """What is written here is a display, whose loss is no failure of the command."""
+        self.name = name
+        self._descriptor = descriptor
+        self._closed = closed
+
+    def write(self, text: Any) -> int:
+        """How much was taken, or is lost: after a failure nothing more is tried."""
+        size = memoryview(text).nbytes
+        while self.failure is None:
+            try:
+                if self._closed:
+                    raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+                return os.write(self._descriptor, text)
+            except BlockingIOError as wrong:  # another program has set the shared descriptor so, as ssh does
+                if not select.select([], [self._descriptor], [], STUCK_SECONDS)[1]:
+                    self._lose(wrong)
+            except OSError as wrong:
+                self._lose(wrong)
+        return size
+
+    def _lose(self, wrong: OSError) -> None:
+        self.failure = wrong
+        from .log import note_in_file  # noqa: PLC0415 quick commands, which have no log file, need not wait for structlog
+
+        note_in_file("display_lost", stream=self.name, reason=os.strerror(wrong.errno or 0))
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    @property
+    def unwanted(self) -> bool:
+        """The reader of a pipe has left, as `head` does: it had enough."""
+        return self.failure is not None and self.failure.errno == errno.EPIPE
+
+
+def protect() -> tuple[Output, Output]:
+    """Have `sys.stdout` and `sys.stderr` lose what they cannot write. To be called before any file is opened: a
+    standard descriptor that is closed leads nowhere from now on, or else the next file opened would get its number.
+    """
+    closed = {number for number in (0, 1, 2) if not _is_open(number)}
+    for number in sorted(closed):
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != number:
+            os.dup2(opened, number)
+            os.close(opened)
+    outputs = []
+    for number, name, before in ((1, "stdout", sys.stdout), (2, "stderr", sys.stderr)):
+        outputs.append(Output(number, name, closed=number in closed))
+        setattr(sys, name, _text_over(outputs[-1], before))
+    stdout, stderr = outputs
+    return stdout, stderr
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _text_over(output: Output, before: TextIO | None) -> TextIO:
+    if before is not None:
+        with contextlib.suppress(OSError):
+            before.flush()
+    encoding = getattr(before, "encoding", None) or "utf-8"
+    is_prompt = output.name == "stderr" or output.isatty()
+    return io.TextIOWrapper(
+        io.BufferedWriter(output), encoding=encoding, errors="backslashreplace", line_buffering=is_prompt
+    )
+
+
+def _under(stream: object) -> Output | None:
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    return raw if isinstance(raw, Output) else None
+
+
+def stdout_failure() -> OSError | None:
+    """Why standard output lost something; None while all that was flushed arrived."""
+    output = _under(sys.stdout)
+    return None if output is None else output.failure
+
+
+def make_stdout_expendable() -> None:
+    """What this command writes to standard output only shows how it goes: losing it is no failure."""
+    output = _under(sys.stdout)
+    if output is not None:
+        output.expendable = True
+
+
+def deliver(text: str) -> None:
+    """Write `text`, a command's result, to standard output; OSError if that does not take all of it."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    failure = stdout_failure()
+    if failure is not None:
+        raise failure
