@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -144,6 +145,14 @@ class RunFolder:
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # being written, or damaged: the syncer would take an older one, too
         return None
+
+    def saved_at(self) -> float | None:
+        """When the newest checkpoint was written, in unix seconds; None if there is none."""
+        times = []
+        for path in (self.path / "global").glob("checkpoint-*/state.json"):
+            with suppress(OSError):  # it is the oldest, and goes just now
+                times.append(path.stat().st_mtime)
+        return max(times, default=None)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """All evaluations so far, oldest first; a line that is being written just now is left out."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import DilocoError, SettingError
+from ..common.log import printable
 from ..common.registry import list_runs, read_status
 from .folder import RunFolder, all_runs, find
 from .outcome import REPORTED_PART, outcome
@@ -55,6 +56,20 @@ class Now:
         return [row["name"] for row in self.learners if row.get("state") in ("live", "stalled")]
 
     @property
+    def saving(self) -> str:
+        """How old the newest checkpoint is, and why there is no newer one; "" where neither is known."""
+        saved_at, error = self.figures_so_far.get("saved_at"), self.figures_so_far.get("save_error")
+        if not isinstance(saved_at, int | float):
+            return f"no checkpoint yet, failing: {printable(str(error))}" if error else ""
+        age = f"last checkpoint {max(0.0, time.time() - saved_at):.0f} s ago"
+        return f"{age}, failing: {printable(str(error))}" if error else age
+
+    @property
+    def troubles(self) -> list[str]:
+        """What a person should know: why nothing new could be read, and that nothing is saved."""
+        return [self.trouble] * bool(self.trouble) + [self.saving] * bool(self.figures_so_far.get("save_error"))
+
+    @property
     def val_loss(self) -> float | None:
         """Nats per byte of the newest evaluation, small or full, on the part that is for reporting."""
         judged = [row for row in self.evaluations if row.get("part") == REPORTED_PART]
@@ -65,7 +80,13 @@ class Now:
         summary = {**self.figures_so_far, "run": self.run, "t": self.t, "learners": self.learners}
         asked = self.asked or [row["name"] for row in self.learners]
         told = outcome(summary, asked=asked, faults=self.faults, evaluations=self.evaluations)
-        more = {"state": self.state, "steps_total": self.steps, "processes": dict(self.processes)}
+        more = {
+            "state": self.state,
+            "steps_total": self.steps,
+            "processes": dict(self.processes),
+            "saved_at": self.figures_so_far.get("saved_at"),
+            "save_error": self.figures_so_far.get("save_error") or "",
+        }
         return told | more | {"trouble": self.trouble} if self.trouble else told | more
 
 
@@ -148,6 +169,7 @@ class Source:
         summary, served = self._folder.summary(), self._folder.is_served()
         if served or not summary:
             summary = {"t": self._folder.saved_step() or 0, "state": "running" if served else "stopped"}
+            summary["saved_at"] = self._folder.saved_at()
         return Now(
             run=self.run,
             state=summary["state"],

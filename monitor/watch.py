@@ -20,7 +20,7 @@ LINE_SECONDS = 10.0
 READ_SECONDS = 1.0
 OVER = ("finished", "stopped")
 NOTES = 3
-IN_THE_PICTURE = ("run", "learners", "processes", "state", "steps", "steps_total", "trouble")
+IN_THE_PICTURE = ("run", "learners", "processes", "state", "steps", "steps_total", "trouble", "saved_at", "save_error")
 STATES = {"live": "green", "stalled": "yellow", "lost": "red", "left": "dim"}
 
 
@@ -111,7 +111,7 @@ def line(now: Now) -> str:
         f"up {size(figures.get('bytes_up'))} down {size(figures.get('bytes_down'))}",
         f"{duration(now.seconds_left)} left",
     ]
-    return ", ".join(parts) + (f" ({now.trouble})" if now.trouble else "")
+    return ", ".join(parts) + "".join(f" ({trouble})" for trouble in now.troubles)
 
 
 def picture(now: Now) -> RenderableType:
@@ -133,7 +133,8 @@ def picture(now: Now) -> RenderableType:
         "   merges ", (_number(figures.get("merges"), ","), "bold"), "   faults ", (str(now.faults), "bold"),
     )  # fmt: skip
     below = "met" if now.state in OVER else figures.get("quorum_state", "met")
-    warnings = [Text(text, "yellow") for text in (now.trouble, "" if below == "met" else f"quorum: {below}") if text]
+    quorum = [] if below == "met" else [f"quorum: {below}"]
+    warnings = [Text(text, "yellow") for text in (*now.troubles, *quorum)]
     return Group(bar, row, *warnings, *([_learners(now)] if now.learners else []))
 
 
@@ -143,6 +144,8 @@ def table(now: Now) -> RenderableType:
     for name, value in now.figures().items():
         if name not in IN_THE_PICTURE and value not in (None, ""):
             figures.add_row(Text(name, "dim"), Text(f"{value:,}" if isinstance(value, int) else str(value)))
+    if now.saving and now.saving not in now.troubles:
+        figures.add_row(Text("saved", "dim"), now.saving)
     pids = Text(", ".join(f"{name} {pid}" for name, pid in now.processes.items()), "dim")
     return Group(picture(now), figures, *([Text.assemble("processes: ", pids)] if now.processes else []))
 

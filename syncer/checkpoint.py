@@ -219,6 +219,14 @@ class Checkpoints(OwnedDirectory):
         state = GlobalState(plan, settings, newest.snapshot, zero.static)
         return Restored(state=state, bookkeeping=newest.bookkeeping, warnings=newest.warnings)
 
+    def saved_at(self) -> float | None:
+        """When the newest checkpoint was written, in unix seconds; None if there is none, or it cannot be seen."""
+        try:
+            numbers = self._numbers(CHECKPOINT)
+            return self._place(CHECKPOINT, numbers[-1]).stat().st_mtime if numbers else None
+        except OSError:
+            return None
+
     # --- small things ------------------------------------------------------------------------------------------------
     def _place(self, kind: str, number: int) -> Path:
         return self.directory / f"{kind}{number:012d}"

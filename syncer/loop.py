@@ -208,7 +208,9 @@ class Syncer:
             return
         rounds = run.served.rounds
         figures = run_figures(rounds, run.served.figures, run.phase, now)
-        teller.run(figures | {"model_hash": run.model_hash, "save_error": self.parts.writer.last_error})
+        writer = self.parts.writer
+        saving = {"saved_at": writer.saved_at and round(writer.saved_at, 3), "save_error": writer.last_error}
+        teller.run(figures | {"model_hash": run.model_hash} | saving)
         for member in rounds.forget_oldest():
             teller.registry.forget_learner(member.name)
         for member in rounds.members.by_name.values():
@@ -219,14 +221,23 @@ class Syncer:
         every, t = self.current.settings.checkpoint_every, served.rounds.t
         if every and t - self._saved_step >= every:
             self._save(served)
+        self._report_saves()
+
+    def _report_saves(self) -> None:
+        """Each checkpoint that was written; of those that fail, the first one and the end of the trouble."""
+        teller = self.parts.teller
         for outcome in self.parts.writer.outcomes():
             if outcome.error:
-                self.parts.teller.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
-            else:
-                self.parts.teller.event(
-                    "checkpoint", step=outcome.t, number=outcome.number, bytes=outcome.bytes,
-                    seconds=round(outcome.seconds, 3),
-                )  # fmt: skip
+                if not outcome.failed:
+                    teller.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
+                continue
+            if outcome.failed:
+                seconds = round(outcome.failing_seconds, 1)
+                teller.event("checkpoint_recovered", step=outcome.t, failed=outcome.failed, seconds=seconds)
+            teller.event(
+                "checkpoint", step=outcome.t, number=outcome.number, bytes=outcome.bytes,
+                seconds=round(outcome.seconds, 3),
+            )  # fmt: skip
 
     def _save(self, served: Served, **later: str) -> None:
         """`later`: what the bookkeeping says otherwise than it is now."""
@@ -297,6 +308,7 @@ class Syncer:
                 served.rounds.ledger.close_all()
             self._save(served)
             saved = parts.writer.close(SAVE_SECONDS)
+            self._report_saves()
             try:
                 self._export(served)
             except (SettingError, OSError) as wrong:

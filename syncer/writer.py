@@ -31,6 +31,10 @@ class Outcome:
     seconds: float
     error: str
     """'' = it is durable."""
+    failed: int = 0
+    """Writes that had failed in a row before this one."""
+    failing_seconds: float = 0.0
+    """Since the first of those began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +55,12 @@ class CheckpointWriter:
         self.failures = 0
         self.last_error = ""
         """Of the latest write; '' if that one is durable."""
+        self.saved_at = checkpoints.saved_at()
+        """When the newest checkpoint was written, in unix seconds; None if there is none yet."""
         self._checkpoints = checkpoints
         self._retry_seconds = retry_seconds
         self._failures_in_a_row = 0
+        self._failing_since = 0.0
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._untried: _Job | None = None
@@ -136,16 +143,25 @@ class CheckpointWriter:
             error = f"{type(wrong).__name__}: {wrong}"
         seconds = time.monotonic() - began
         with self._changed:
-            self._outcomes.append(Outcome(t=job.t, number=number, bytes=size, seconds=seconds, error=error))
+            failed = self._failures_in_a_row
+            if not failed:
+                self._failing_since = began
+            self._outcomes.append(
+                Outcome(
+                    t=job.t, number=number, bytes=size, seconds=seconds, error=error, failed=failed,
+                    failing_seconds=time.monotonic() - self._failing_since if failed else 0.0,
+                )
+            )  # fmt: skip
             self.last_error = error
             if self._untried is job:
                 self._untried = None
             if not error:
                 self.saved += 1
+                self.saved_at = time.time()
                 self._failures_in_a_row = 0
                 return
             self.failures += 1
             if self._job is None and not self._closing:
-                pause = min(self._retry_seconds * 2**self._failures_in_a_row, RETRY_LIMIT_SECONDS)
+                pause = min(self._retry_seconds * 2 ** min(failed, 10), RETRY_LIMIT_SECONDS)
                 self._job, self._not_before = job, time.monotonic() + pause
-            self._failures_in_a_row = min(self._failures_in_a_row + 1, 10)
+            self._failures_in_a_row += 1

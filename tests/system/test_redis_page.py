@@ -188,7 +188,10 @@ def shown(tmp_path: Path) -> Iterator[Any]:
         rounds = Rounds(RunSettings(sync_every=2, overlap=1), [10], 1)
         fragment = SimpleNamespace(index=0, parameters=10)
         teller.fragments(cast("Any", SimpleNamespace(plan=SimpleNamespace(fragments=[fragment]), versions=[1])), t=4)
-        teller.run(run_figures(rounds, Figures(10, 1.0), "running", 0.0) | {"model_hash": "", "save_error": ""})
+        teller.run(
+            run_figures(rounds, Figures(10, 1.0), "running", 0.0)
+            | {"model_hash": "", "saved_at": 1.0, "save_error": ""}
+        )
         teller.member(Member(name="learner-1", incarnation=3, joined_at=0.0, heard_at=0.0), rounds, 1.0)
         teller.event("joined", learner="learner-1")
         registry.write_epoch(1)

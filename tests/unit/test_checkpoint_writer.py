@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from child import output_of
+from decoupled_diloco.monitor.folder import RunFolder
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.state import GlobalState, Snapshot
 from decoupled_diloco.syncer.writer import CheckpointWriter
@@ -91,6 +93,7 @@ def test_a_snapshot_that_was_written_is_let_go(checkpoints: Checkpoints) -> None
 
 
 def test_a_failed_write_is_told_and_tried_again_until_it_succeeds(gate: Gate) -> None:
+    began = time.time()
     writer = CheckpointWriter(gate, retry_seconds=SOON_SECONDS)
     gate.broken = True
     writer.submit(fresh().snapshot(), {}, t=3)
@@ -100,9 +103,28 @@ def test_a_failed_write_is_told_and_tried_again_until_it_succeeds(gate: Gate) ->
     assert "No space left" in writer.last_error
     gate.broken = False
     gate.open.release()
+    assert writer.saved_at is None
     wait_for(lambda: writer.saved == 1, "the third try to succeed")
     assert writer.close(60)
-    assert [(o.t, o.number, bool(o.error)) for o in writer.outcomes()] == [(3, 0, True), (3, 0, True), (3, 1, False)]
+    outcomes = writer.outcomes()
+    assert [(o.t, o.number, bool(o.error)) for o in outcomes] == [(3, 0, True), (3, 0, True), (3, 1, False)]
+    assert [o.failed for o in outcomes] == [0, 1, 2], "where the trouble began, and how many failed"
+    assert outcomes[0].failing_seconds == 0 < outcomes[1].failing_seconds < outcomes[2].failing_seconds
+    assert writer.saved_at is not None
+    assert writer.saved_at >= began
+
+
+def test_when_the_newest_checkpoint_was_written_is_known_after_a_restart(checkpoints: Checkpoints) -> None:
+    began = time.time()
+    writer = CheckpointWriter(checkpoints)
+    writer.submit(fresh().snapshot(), {})
+    assert writer.close(60)
+    again = CheckpointWriter(checkpoints)
+    assert again.saved_at == pytest.approx(writer.saved_at, abs=60)
+    assert again.saved_at is not None
+    assert again.saved_at >= began - 1
+    assert again.close(60)
+    assert RunFolder(checkpoints.directory.parent).saved_at() == pytest.approx(again.saved_at, abs=60)
 
 
 def test_closing_tries_once_more_and_tells_whether_the_last_snapshot_is_safe(gate: Gate) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from decoupled_diloco.compose.results import show_summary
 from decoupled_diloco.monitor.folder import RunFolder, Setup, find
 from decoupled_diloco.monitor.outcome import outcome, validation
 from decoupled_diloco.monitor.status import Now, Source
-from decoupled_diloco.monitor.watch import duration, line, open_display, picture, size
+from decoupled_diloco.monitor.watch import duration, line, open_display, picture, size, table
 from rich.console import Console, RenderableType
 
 
@@ -112,6 +113,34 @@ def test_the_picture_fits_into_eighty_columns() -> None:
     figures = ["validation loss 2.500 nats/byte", "tokens/s 123,456", "merges 123,456", "faults 12"]
     assert shown[1].rstrip() == "   ".join(figures)
     assert shown[-1].split() == ["all", "-", "1.0", "GB", "-"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({"saved_at": -90, "save_error": "OSError: No space left"}, "last checkpoint 90 s ago, failing: OSError: No"),
+        ({"saved_at": None, "save_error": "OSError: No space left"}, "no checkpoint yet, failing: OSError: No space"),
+        ({"saved_at": None, "save_error": "\x1b[2J"}, r"no checkpoint yet, failing: \x1b[2J"),
+    ],
+)
+def test_checkpoints_that_fail_are_said_wherever_a_run_is_shown(saved: dict[str, Any], said: str) -> None:
+    if saved["saved_at"] is not None:
+        saved = {**saved, "saved_at": time.time() + saved["saved_at"]}
+    now = Now(run="it", state="running", t=5, steps=10, figures_so_far=saved)
+    assert said in line(now)
+    assert any(row.startswith(said) for row in drawn(picture(now)))
+    assert sum(said in row for row in drawn(table(now))) == 1
+    assert now.figures()["saved_at"] == saved["saved_at"]
+    assert now.figures()["save_error"] == saved["save_error"]
+
+
+def test_checkpoints_that_succeed_are_a_row_of_the_status_and_no_trouble() -> None:
+    now = Now(run="it", state="running", t=5, steps=10, figures_so_far={"saved_at": time.time() - 7, "save_error": ""})
+    assert "checkpoint" not in line(now)
+    assert not any("checkpoint" in row for row in drawn(picture(now)))
+    assert [row.split() for row in drawn(table(now)) if "checkpoint" in row] == [
+        ["saved", "last", "checkpoint", "7", "s", "ago"]
+    ]
 
 
 def test_figures_that_are_not_known_are_left_out() -> None:

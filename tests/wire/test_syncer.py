@@ -17,6 +17,7 @@ from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
 from decoupled_diloco.syncer import loop, members
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.rounds import FAILED_MERGES
+from logged import logged
 from safetensors.torch import save_file
 from syncer_house import LAYOUT, TOKENS, ScriptedLearner, SyncerHouse, filled, syncer_house
 from waiting import wait_for
@@ -577,6 +578,27 @@ def test_the_end_is_told_also_where_the_disk_takes_nothing_any_more(
         a.goodbye("finished", beat.model_hash)
         wait_for(lambda: not house._thread.is_alive(), "the syncer goes when all have acknowledged")
         assert isinstance(house.failure.pop(), SaveFailed)
+
+
+def test_checkpoints_that_fail_are_logged_once_and_so_is_the_end_of_the_trouble(tmp_path: Path) -> None:
+    with logged(tmp_path) as events, syncer_house(tmp_path / "run") as house:
+        writer, folder = house.syncer.parts.writer, house.directory / "global"
+        a = house.learner("a")
+        a.join()
+        wait_for(answers_until(house, a, lambda: events("checkpoint")), "a first checkpoint")
+        saved_at = writer.saved_at
+        assert saved_at is not None
+        folder.rename(tmp_path / "away")
+        wait_for(answers_until(house, a, lambda: writer.failures >= 3), "checkpoints fail, and merging goes on")
+        last_good = writer.saved_at
+        (tmp_path / "away").rename(folder)
+        wait_for(answers_until(house, a, lambda: events("checkpoint_recovered")), "checkpoints are written again")
+        assert len(events("checkpoint_failed")) == 1
+        (recovered,) = events("checkpoint_recovered")
+        assert recovered["failed"] >= 3
+        assert recovered["seconds"] > 0
+        assert last_good is not None
+        assert saved_at <= last_good < writer.saved_at  # type: ignore[operator]
 
 
 def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_waits_for_it(house: SyncerHouse) -> None:
