@@ -234,15 +234,20 @@ def _lay_out(index: int, tensors: Sequence[TensorSpec]) -> Fragment:
     return Fragment(index, tuple(slots), offset)
 
 
+WRAPPER_NAMES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Under which name torch's wrappers hold the module that they wrap."""
+
+
 def strip_wrappers(name: str) -> str:
-    """A parameter's name without what torch.compile, DDP and FSDP put in front or between.
+    """A tensor's name without what torch.compile, DDP and FSDP put in front or between, as far as a name can tell: the
+    model's own modules may be called so, too.
 
     >>> strip_wrappers("module._orig_mod.blocks.0.weight")
     'blocks.0.weight'
     """
-    parts = [p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")]
+    parts = [p for p in name.split(".") if p not in WRAPPER_NAMES - {"module"}]
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
 
 
-__all__ = ["ALIGN", "DTYPES", "SMALL_TENSOR", "Fragment", "Layout", "Plan", "Slot", "TensorSpec", "balanced_plan",
-           "default_fragments", "strip_wrappers"]  # fmt: skip
+__all__ = ["ALIGN", "DTYPES", "SMALL_TENSOR", "WRAPPER_NAMES", "Fragment", "Layout", "Plan", "Slot", "TensorSpec",
+           "balanced_plan", "default_fragments", "strip_wrappers"]  # fmt: skip

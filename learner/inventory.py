@@ -1,14 +1,16 @@
 """Which tensors a model has, under which names, and what each is to the run: trained or static, tied, merged how.
 
-The names are the model's own, without what torch.compile, DDP and the like put in front. A tensor that stands under
-several names is one tensor: it is sent once and written once, and stays tied because it is written in place.
+The names are those of the model's own state_dict, without what torch.compile, DDP and the like put in front or between.
+A tensor that stands under several names is one tensor: it is sent once and written once, and stays tied because it is
+written in place.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,14 @@ from ..common.fragments import DTYPES, TRAINABLE_DTYPES, Kind, Layout, MergeKind
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 DTYPE_OF = {name: getattr(torch, name) for name in DTYPES}
+WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+"""Modules that only hold another one: where the class is defined, its name, the attribute that holds the other."""
 
 
 @dataclass
@@ -34,6 +44,8 @@ class Entry:
     master: Tensor | None = None
     """f32 tensor of the same shape that the optimizer steps instead of the parameter."""
     merge: MergeKind = field(default="rda")
+    given_names: set[str] = field(default_factory=set)
+    """The same names with what wrappers put in front: as the model that was given says them."""
 
     @property
     def name(self) -> str:
@@ -71,6 +83,7 @@ def inventory(
     entries = list(_once(_named_tensors(model)))
     _check(entries)
     by_name = {name: entry for entry in entries for name in entry.names}
+    by_name |= {name: entry for entry in entries for name in entry.given_names}
     for entry in entries:
         entry.merge = "mean" if entry.embedding else "rda"
     for name, kind in (merge or {}).items():
@@ -99,30 +112,63 @@ def live_buffers(entries: Iterable[Entry]) -> list[str]:
     return [e.name for e in entries if e.kind == "buffer" and e.tensor.is_floating_point()]
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Kind, bool]]:
+class _Named(NamedTuple):
+    """A tensor under one of its names."""
+
+    name: str
+    given_name: str
+    tensor: Tensor
+    kind: Kind
+    embedding: bool = False
+
+
+def _named_tensors(model: nn.Module) -> Iterator[_Named]:
     modules = dict(model.named_modules(remove_duplicate=False))
+    own = _own_paths(modules)
     embeddings = {
         id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        kind: Kind = "trainable" if parameter.requires_grad else "frozen"
-        yield strip_wrappers(name), parameter, kind, id(parameter) in embeddings
+    for path, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            kind: Kind = "trainable" if parameter.requires_grad else "frozen"
+            yield _Named(_join(own[path], name), _join(path, name), parameter, kind, id(parameter) in embeddings)
     for path, module in modules.items():
         for name, buffer in module._buffers.items():  # noqa: SLF001 - torch has no public way to ask what is persistent
             if buffer is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001
-                yield strip_wrappers(f"{path}.{name}" if path else name), buffer, "buffer", False
+                yield _Named(_join(own[path], name), _join(path, name), buffer, "buffer")
 
 
-def _once(rows: Iterable[tuple[str, Tensor, Kind, bool]]) -> Iterator[Entry]:
+def _own_paths(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Path -> the same path in the model without its wrappers. Parents stand before their children."""
+    wrappers = [
+        (getattr(sys.modules[place], name), attribute)
+        for place, name, attribute in WRAPPERS
+        if place in sys.modules  # of a class that nobody has imported there is no object
+    ]
+    own: dict[str, str] = {}
+    for path in modules:
+        parent, _, attribute = path.rpartition(".")
+        holder = modules[parent] if path else None
+        wrapped = any(isinstance(holder, wrapper) and attribute == held for wrapper, held in wrappers)
+        own[path] = own[parent] if wrapped else _join(own[parent], attribute) if path else ""
+    return own
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _once(rows: Iterable[_Named]) -> Iterator[Entry]:
     """Names of the same memory become one entry; that holds for the same object and for two views of it."""
     entries: dict[Any, Entry] = {}
-    for name, tensor, kind, embedding in rows:
+    for name, given_name, tensor, kind, embedding in rows:
         key: Any = id(tensor)
         if not is_lazy(tensor) and tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta:
             key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         entry = entries.setdefault(key, Entry(names=[], tensor=tensor, kind=kind))
         if name not in entry.names:
             entry.names.append(name)
+        entry.given_names.add(given_name)
         entry.embedding |= embedding
         if kind == "trainable":
             entry.kind = kind
@@ -149,7 +195,7 @@ def _check(entries: Sequence[Entry]) -> None:
 
 
 def _known(by_name: Mapping[str, Entry], name: str, where: str) -> Entry:
-    entry = by_name.get(strip_wrappers(name))
+    entry = by_name.get(name) or by_name.get(strip_wrappers(name))
     if entry is None:
         raise SettingError(f"{where} names {name!r}, which the model does not have")
     return entry

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common.errors import SettingError
-from ..common.fragments import Fragment, Plan, TensorSpec, strip_wrappers
+from ..common.fragments import WRAPPER_NAMES, Fragment, Plan, TensorSpec, strip_wrappers
 from . import folders
 from .state import GlobalState
 
@@ -65,11 +65,12 @@ def read_model(plan: Plan, path: Path) -> tuple[list[Tensor], bytes]:
     """Flat f32 vectors and static bytes for version 0 from a safetensors file with the layout's names.
 
     A tied tensor may stand under any of its names, a trained one in any floating dtype; names that the layout does
-    not know are left alone. SettingError, naming the file and the first tensor at fault.
+    not know are left alone, and so are prefixes of a wrapper under which the model was saved. SettingError, naming the
+    file and the first tensor at fault.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            names = {strip_wrappers(name): name for name in file.keys()}  # noqa: SIM118 no mapping
+            names = _names_in_file(plan, list(file.keys()))
             found = {}
             for spec in plan.layout.tensors:
                 name = next((names[n] for n in (spec.name, *spec.tied) if n in names), None)
@@ -82,6 +83,19 @@ def read_model(plan: Plan, path: Path) -> tuple[list[Tensor], bytes]:
     static = b"".join(found[spec.name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                       for spec in plan.layout.static if spec.numel)  # fmt: skip
     return vectors, static
+
+
+def _names_in_file(plan: Plan, names: Sequence[str]) -> dict[str, str]:
+    """Name in the layout -> name in the file. As little as possible is taken for a wrapper's prefix, since the model's
+    own modules may have such names: first nothing, then what stands in front of all names, then each wrapper's name.
+    """
+    wanted = [(spec.name, *spec.tied) for spec in plan.layout.tensors]
+    readings, shorter = [{name: name for name in names}], {name: name for name in names}
+    while shorter and len(fronts := {name.partition(".")[0] for name in shorter}) == 1 and fronts <= WRAPPER_NAMES:
+        shorter = {name.partition(".")[2]: full for name, full in shorter.items()}
+        readings.append(shorter)
+    readings.append({strip_wrappers(name): name for name in names})
+    return max(readings, key=lambda found: sum(any(name in found for name in group) for group in wanted))
 
 
 def _trained(plan: Plan, public: Sequence[Tensor]) -> dict[str, Tensor]:

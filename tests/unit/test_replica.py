@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from decoupled_diloco.learner.inventory import inventory, live_buffers
 from decoupled_diloco.learner.replica import Replica, anchor, close_holes, layout_of
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 class Tied(nn.Module):
@@ -301,3 +303,70 @@ def test_a_saved_model_names_what_is_tied(tmp_path: Path) -> None:
         assert file.metadata()["head.weight"] == "embed.weight"
         assert torch.equal(file.get_tensor("embed.weight"), model.embed.weight)
         assert "head.weight" not in file.keys()  # noqa: SIM118 - safe_open is no mapping
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+class Named(nn.Module):
+    """Its own modules are called what wrappers call the module that they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+        self._orig_mod = nn.Linear(3, 2)
+        self.a = nn.Sequential()
+        self.a.module = nn.Sequential(nn.BatchNorm1d(2))
+        self.parts = nn.ModuleDict({"module": nn.Linear(2, 2), "_fsdp_wrapped_module": nn.Linear(1, 1)})
+        self.weight = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(self.module(x))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def test_names_are_those_of_the_state_dict_whatever_the_model_calls_its_modules() -> None:
+    for model in (Named(), nn.Sequential(Named()), nn.ModuleDict({"module": Named()})):
+        assert {name for spec in layout_of(model).tensors for name in (spec.name, *spec.tied)} == set(
+            model.state_dict()
+        )
+
+
+def test_wrappers_leave_names_and_fingerprint_as_they_are() -> None:
+    bare = layout_of(Named())
+    parallel = nn.parallel.DistributedDataParallel
+    with process_group():
+        for wrapped in (
+            compiled(Named()), nn.DataParallel(Named()), parallel(Named()), compiled(parallel(Named())),
+            parallel(compiled(Named())), checkpoint_wrapper(Named()), parallel(checkpoint_wrapper(Named())),
+        ):  # fmt: skip
+            assert layout_of(wrapped) == bare
+        inner = Named()
+        inner.a.module = parallel(compiled(inner.a.get_submodule("module")))
+        assert layout_of(inner) == bare
+
+
+def test_the_fingerprint_of_an_ordinary_model_stays_what_it_was() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.extra = model[0]
+    assert layout_of(model).fingerprint == "b665bbb62d3ceb95bcc3307201813ee15f2d7f4a519d44473914fd9f3a90119b"
+
+
+def test_a_tensor_may_be_named_as_the_model_says_it_or_as_the_run_does() -> None:
+    model = compiled(Named())
+    for name in ("_orig_mod.module.weight", "module.weight"):
+        (named,) = [spec for spec in layout_of(model, merge={name: "mean"}).tensors if spec.merge == "mean"]
+        assert named.name == "module.weight"
+    with pytest.raises(SettingError, match="which the model does not have"):
+        layout_of(model, merge={"_orig_mod.module.nothing": "mean"})

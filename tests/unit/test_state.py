@@ -12,7 +12,7 @@ import torch
 from decoupled_diloco.common.codec import apply_step, digest, encode_delta
 from decoupled_diloco.common.config import CODECS
 from decoupled_diloco.common.errors import Malformed, SettingError
-from decoupled_diloco.common.fragments import balanced_plan
+from decoupled_diloco.common.fragments import Layout, TensorSpec, balanced_plan
 from decoupled_diloco.syncer.export import model_tensors, read_model, save_model
 from decoupled_diloco.syncer.state import GlobalState, cast_through
 from safetensors import safe_open
@@ -351,6 +351,17 @@ def test_a_model_file_may_come_from_a_wrapped_model_in_another_float_type(tmp_pa
     save_file(wide, tmp_path / "model.safetensors")
     read, _ = read_model(PLAN, tmp_path / "model.safetensors")
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(read, vectors(), strict=True))
+
+
+@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_a_model_whose_own_modules_are_called_like_wrappers_is_read_from_any_file(tmp_path: Path, front: str) -> None:
+    names = ("module.weight", "weight", "_orig_mod.weight", "a.module._orig_mod.weight", "module.module.weight")
+    layout = Layout(tuple(TensorSpec(name=name, shape=(3,), dtype="float32") for name in names))
+    plan = balanced_plan(layout, 1)
+    tensors = {f"{front}{name}": torch.full((3,), float(i)) for i, name in enumerate(names)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (vector,), _ = read_model(plan, tmp_path / "model.safetensors")
+    assert [vector[slot.offset].item() for slot in plan.fragments[0].slots] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
