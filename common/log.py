@@ -123,6 +123,10 @@ class _Outputs:
         self.terminal = True
         self.file: _LineFile | None = None
         self.calm = _Calm()
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a process that was forked while another thread was at work here, nobody is left to free the lock."""
         self._lock = threading.RLock()  # the terminal that is lost while it is written to is noted in the file
 
     def msg(self, **event: Any) -> None:
@@ -146,6 +150,7 @@ class _Outputs:
 
 
 _outputs = _Outputs()
+os.register_at_fork(after_in_child=_outputs.renew_lock)
 
 
 def _drop_below_level(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

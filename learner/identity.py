@@ -13,7 +13,7 @@ from typing import Literal
 import msgpack
 import torch
 
-from ..common.errors import Malformed, SettingError
+from ..common.errors import DilocoError, Malformed, SettingError
 from ..common.fragments import Layout
 from ..common.wire import MAX_COUNT, Hello, decode, encode
 from .inventory import Entry
@@ -46,6 +46,28 @@ class Identity:
             fingerprint=self.layout.fingerprint, data_hash=self.data_hash, device=self.device, host=self.host,
             pid=self.pid, bulk_proven=True, payload=msgpack.packb(self.layout.to_wire()),
         )  # fmt: skip
+
+
+class Owner:
+    """The process that joined. os.fork() copies a session into another one (a DataLoader's workers are such processes),
+    where its thread does not run, and where nothing of it may act: sockets, tape and log are shared with the original.
+    """
+
+    def __init__(self, what: str) -> None:
+        """what: who joined, for the sentence."""
+        self._what, self._pid = what, os.getpid()
+
+    @property
+    def here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self, call: str) -> None:
+        """DilocoError if `call` is made in another process."""
+        if not self.here:
+            raise DilocoError(
+                f"{self._what}: {call} in process {os.getpid()}, a fork of process {self._pid}, which joined and alone "
+                "takes part; call it there, or join anew after the fork"
+            )
 
 
 def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:

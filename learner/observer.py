@@ -15,7 +15,7 @@ from ..common.fragments import Plan
 from ..common.wire import Beat
 from .desk import Desk
 from .discover import discover
-from .identity import identify
+from .identity import Owner, identify
 from .inventory import inventory
 from .joining import await_joined, member
 from .link import Link
@@ -58,6 +58,7 @@ class Observer:
         self.task: TaskSettings | None = joined.task
         self._replica = Replica(model, joined.plan)
         self._replica.load_static(joined.static)
+        self._owner = Owner(f"observer {config.name}")
 
     @property
     def beat(self) -> Beat:
@@ -69,6 +70,7 @@ class Observer:
 
     @property
     def progress(self) -> Progress:
+        self._owner.check("progress")
         return self._desk.progress(time.monotonic())
 
     @property
@@ -89,12 +91,15 @@ class Observer:
         return tuple(public.version for public in whole)
 
     def check(self) -> None:
-        """Raise what the link failed with, if it did."""
+        """Raise what the link failed with, if it did; DilocoError in a process that was forked from this one."""
+        self._owner.check("a look at the run")
         failure = self._desk.failure
         if failure is not None:
             raise failure
 
     def close(self) -> None:
+        if not self._owner.here:
+            return
         self._link.leave("left")
         if not self._link.join_thread(CLOSE_SECONDS):
             self._link.abandon()

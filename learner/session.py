@@ -25,7 +25,7 @@ from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
 from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
-from .identity import Identity, identify
+from .identity import Identity, Owner, identify
 from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
 from .joining import await_joined, member
 from .link import Link
@@ -136,6 +136,7 @@ class Session:
         self.task: TaskSettings | None = joined.task
         self.finished = False
         """The run is over, and the model holds the final global weights."""
+        self._owner = Owner(f"session of {self.name}")
         self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
         self._tape = Tape.of(link.config.tape, link.me, joined)
         self._books = Books(link.me.pair, joined.plan.P)
@@ -166,8 +167,9 @@ class Session:
         to notice at once when it is not finite; a tensor on an accelerator is not waited for).
 
         Raises Diverged (loss or parameters not finite, again after a reset), Orphaned (the syncer is gone for long;
-        the parameters were saved), DilocoError (the session is closed, or its link failed).
+        the parameters were saved), DilocoError (the session is closed, its link failed, or this is another process).
         """
+        self._owner.check("step()")
         if self._closed or self._looking:
             raise DilocoError(
                 f"session of {self.name}: step() after close(); join again to go on"
@@ -197,6 +199,7 @@ class Session:
     @property
     def progress(self) -> Progress:
         """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
+        self._owner.check("progress")
         return self._tape.told(self._desk.progress(time.monotonic()))
 
     @property
@@ -226,6 +229,7 @@ class Session:
         Gives the version of each fragment. Costs a second copy of the trainable parameters on their device. Time in
         the block counts as neither training nor waiting.
         """
+        self._owner.check("global_weights()")
         if self._closed or self._looking:
             raise DilocoError(
                 f"session of {self.name}: global_weights() {'twice' if self._looking else 'after close()'}"
@@ -239,19 +243,21 @@ class Session:
             self._replica.show([public.vector for public in whole])
             yield tuple(public.version for public in whole)
         finally:
-            hiding = time.monotonic()
-            self._replica.put_back(kept)
-            self._looking = False
-            left = time.monotonic()
-            self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)
+            if self._owner.here:  # a process that was forked inside the block may share the parameters' memory
+                hiding = time.monotonic()
+                self._replica.put_back(kept)
+                self._looking = False
+                left = time.monotonic()
+                self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)
 
     @outside_inference_mode
     def close(self, reason: str = "left") -> None:
         """Leave the run. In mid-run open calls are answered once more; takes 5 s at most, and 2 s where nobody listens.
 
-        reason: left, stopped, diverged or failed; anything but `left` is in a hurry. Closing twice is harmless.
+        reason: left, stopped, diverged or failed; anything but `left` is in a hurry. Closing twice is harmless, and so
+        is closing in a process that was forked from the one that joined: nothing happens there.
         """
-        if self._closed:
+        if self._closed or not self._owner.here:
             return
         self._closed = True
         if reason == "left" and not self.finished:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from child import output_of
 from decoupled_diloco.common import log as log_module
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.common.log import configure, get_logger
@@ -208,3 +209,26 @@ def test_the_name_of_an_unconfigured_logger_stands_for_the_process(capsys: pytes
     get_logger("session").info("waiting")
     assert " session waiting\n" in capsys.readouterr().err
     assert log_module._outputs.file is None
+
+
+def test_a_process_that_was_forked_while_another_thread_wrote_an_event_can_write_its_own() -> None:
+    said = output_of(
+        "import threading",
+        "from decoupled_diloco.common import log",
+        "held, free = threading.Event(), threading.Event()",
+        "def write():",
+        "    with log._outputs._lock:",
+        "        held.set()",
+        "        free.wait()",
+        "writer = threading.Thread(target=write)",
+        "writer.start()",
+        "held.wait()",
+        "if os.fork() == 0:",
+        "    log.get_logger('learner').info('hello')",
+        "    print('written', flush=True)",
+        "    os._exit(0)",
+        "os.wait()",
+        "free.set()",
+        "writer.join()",
+    )
+    assert said == "written\n"

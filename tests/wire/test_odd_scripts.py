@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from decoupled_diloco.learner.session import Session, join
 from decoupled_diloco.syncer.state import cast_through
 from scripted_syncer import ScriptedSyncer, running_broker
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from waiting import wait_for
 
 
@@ -203,3 +207,115 @@ def test_a_model_that_was_made_in_inference_mode_can_be_written(broker: str, whe
         session.close("stopped")
         assert model.get_parameter("wide").eq(5).all()
         assert model.get_buffer("mean").eq(0).all()
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+def in_fork(work: Callable[[], object]) -> str:
+    """What `work` returns in a forked process, or the type and text of what it raises there."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of each fork beside a thread
+        pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(work())
+        except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said_there:
+        answer = said_there.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return answer
+
+
+def test_a_forked_process_that_ends_inside_the_loop_does_nothing_in_its_parents_name(
+    broker: str, tmp_path: Path
+) -> None:
+    def leave(how: BaseException) -> None:
+        with session, session.global_weights():
+            raise how
+
+    with syncer_at(broker) as syncer:
+        model = model_of(-1.0)
+        model.share_memory()
+        session = member(broker, model, tape=tmp_path)
+        move(model, 1.0)
+        assert session.step(tokens=1)
+        (tape,) = tmp_path.iterdir()
+        before = tape.read_text()
+        own = [p.detach().clone() for p in model.parameters()]
+        assert in_fork(session.close) == "None"
+        assert in_fork(lambda: session.__exit__(None, None, None)) == "None"
+        for call in ("step()", "progress", "global_weights()"):
+            work = {
+                "step()": lambda: session.step(tokens=1),
+                "progress": lambda: session.progress.fraction,
+                "global_weights()": lambda: leave(SystemExit(0)),
+            }[call]
+            said = in_fork(work)
+            assert said.startswith(f"DilocoError: session of me: {call} in process "), said
+            assert f"a fork of process {os.getpid()}, which joined" in said
+        with session.global_weights():
+            assert in_fork(lambda: session.__exit__(SystemExit, SystemExit(0), None)) == "None"
+        assert all(torch.equal(p.detach(), then) for p, then in zip(model.parameters(), own, strict=True))
+        assert tape.read_text() == before
+        assert session.step(tokens=1)
+        assert not syncer.all_of(Goodbye)
+        session.close("stopped")
+        assert len(syncer.wait_for(Goodbye)) == 1
+
+
+def test_a_process_that_is_forked_inside_global_weights_leaves_shared_parameters_alone(broker: str) -> None:
+    with syncer_at(broker):
+        model = model_of(-1.0)
+        model.share_memory()
+        session = member(broker, model)
+        move(model, 1.0)
+        looking = session.global_weights()
+        looking.__enter__()
+        shown = model.get_parameter("wide").detach().clone()
+        assert in_fork(lambda: looking.__exit__(None, None, None)) == "False", "nothing is swallowed"
+        assert torch.equal(model.get_parameter("wide").detach(), shown)
+        looking.__exit__(None, None, None)
+        assert model.get_parameter("wide").eq(6).all()
+        session.close("stopped")
+
+
+def test_a_forked_process_may_join_by_itself(broker: str) -> None:
+    def work() -> str:
+        torch.set_num_threads(1)
+        with member(broker, model_of(-1.0), name="other") as other:
+            return f"{other.step(tokens=1)} {other.name}"
+
+    with syncer_at(broker) as syncer, member(broker, model_of(-1.0)) as session:
+        assert in_fork(work) == "True other"
+        assert [goodbye.name for goodbye in syncer.wait_for(Goodbye)] == ["other"]
+        assert session.step(tokens=1)
+
+
+def test_an_observer_is_not_at_work_in_a_forked_process(broker: str) -> None:
+    with syncer_at(broker) as syncer, Observer(broker, model_of(0.0), run="r") as seen:
+        assert in_fork(seen.close) == "None"
+        for work in (seen.load, lambda: seen.beat, lambda: seen.progress):
+            assert in_fork(work).startswith("DilocoError: observer ")
+        assert seen.load() == tuple(syncer.versions)
+
+
+def test_forked_workers_of_a_data_loader_work_beside_a_session(broker: str) -> None:
+    data = torch.arange(8.0, device="cpu")
+    with syncer_at(broker) as syncer, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with member(broker, model_of(-1.0)) as session:
+            loader: Iterable[torch.Tensor] = DataLoader(
+                TensorDataset(data), batch_size=2, num_workers=2, multiprocessing_context="fork"
+            )
+            for epoch in (1, 2):
+                read = []
+                for (batch,) in loader:
+                    read.append(batch)
+                    assert session.step(tokens=len(batch))
+                assert torch.equal(torch.cat(read), data)
+                assert session.tokens == 8 * epoch
+            assert not syncer.all_of(Goodbye)
