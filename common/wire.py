@@ -19,11 +19,15 @@ import msgpack
 from .config import CHUNK_BYTES, CODECS, MESSAGE_BYTES, NAME_PATTERN
 from .errors import Malformed
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both sides must speak the same; it stands in every header as `protocol`."""
 MAX_COUNT = 2**53
 """Largest integer any counter may have: exact in every language that reads Redis."""
+MAX_SECONDS = 1e12
+MAX_LOSS = 1e15
+"""Largest seconds and losses that travel. Senders bring their own figures into these ranges: none costs a message."""
 MAX_FRAGMENTS = 100_000
+GOODBYE_REASONS = ("finished", "left", "stopped", "diverged", "failed")
 FETCH_WINDOW = 16
 """Chunks that one asker may have in flight."""
 
@@ -142,7 +146,7 @@ def _part(cls: type[Any]) -> Check:
 _epoch, _version, _count = _whole(0), _whole(0), _whole(0)
 _fragment, _incarnation = _whole(0, MAX_FRAGMENTS), _whole(1)
 _digest = _text(64)
-_seconds = _real(0, 1e12)
+_seconds = _real(0, MAX_SECONDS)
 
 
 def _f(check: Check, **more: Any) -> Any:
@@ -263,16 +267,17 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
-    """Syncer -> one learner: the answer to its Hello, and (verdict reset) an order at any time."""
+    """Syncer -> one learner: the answer to its Hello, and at any time an order (reset) or a warning (notice)."""
 
     KIND: ClassVar[str] = "welcome"
 
     name: str = _f(_name)
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
-    verdict: str = _f(_one_of("welcome", "wait", "seed", "refused", "finished", "reset"))
+    verdict: str = _f(_one_of("welcome", "wait", "seed", "refused", "finished", "reset", "notice"))
     """wait: ask again (being seeded, or the name's old holder is not silent yet). seed: send version 0.
-    reset: drop what waits and fetch every fragment anew."""
+    reset: drop what waits and fetch every fragment anew. notice: `reason` says which messages are rejected and why;
+    nothing is to be done by the program."""
     reason: str = _f(_text(1000), default="")
     fragments: int = _f(_whole(0, MAX_FRAGMENTS), default=0)
     """P."""
@@ -301,7 +306,7 @@ class Alive(Message):
     session_seconds: float = _f(_seconds)
     """Inside session calls, since the first inner step began: what the product costs the training thread."""
     since_first_step_seconds: float = _f(_seconds)
-    loss: float | None = _f(_or_none(_real(-1e15, 1e15)), default=None)
+    loss: float | None = _f(_or_none(_real(-MAX_LOSS, MAX_LOSS)), default=None)
     versions: tuple[int, ...] = _f(_list(_version, MAX_FRAGMENTS), default=())
     """Adopted version of each fragment."""
     digests: tuple[str, ...] = _f(_list(_text(16), MAX_FRAGMENTS), default=())
@@ -321,7 +326,7 @@ class Goodbye(Message):
 
     name: str = _f(_name)
     incarnation: int = _f(_incarnation)
-    reason: str = _f(_one_of("finished", "left", "stopped", "diverged", "failed"))
+    reason: str = _f(_one_of(*GOODBYE_REASONS))
     local_steps: int = _f(_count)
     tokens: int = _f(_count)
     model_hash: str = _f(_digest, default="")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import SettingError
+from ..common.log import printable
 from .inventory import Optimizers, as_list
 from .replica import cuda_event
 
@@ -29,13 +30,13 @@ class LossWatch:
         """Note a loss; False if this one, or an earlier one that has arrived meanwhile, is not finite."""
         fine = self._arrived()
         if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                raise SettingError(f"loss must be one number, not a tensor of shape {list(loss.shape)}")
+            if loss.numel() != 1 or loss.is_complex():
+                raise SettingError(f"loss must be one number, not a {loss.dtype} tensor of shape {list(loss.shape)}")
             loss = loss.detach().reshape(())
             if loss.is_cuda:
                 self._send_for(loss)
                 return fine
-        return fine if loss is None else self._note(float(loss)) and fine
+        return fine if loss is None else self._note(_number(loss)) and fine
 
     def forget_pending(self) -> None:
         """Losses that have not arrived belong to a model that is gone."""
@@ -48,7 +49,7 @@ class LossWatch:
 
     def _send_for(self, loss: Tensor) -> None:
         if len(self._pending) < PENDING_LOSSES:
-            host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
+            host = torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=True)
             host.copy_(loss, non_blocking=True)
             event = cuda_event(loss.device)
             self._pending.append((event, host))
@@ -58,6 +59,16 @@ class LossWatch:
         while self._pending and self._pending[0][0].query():  # type: ignore[no-untyped-call]
             fine &= self._note(float(self._pending.popleft()[1]))
         return fine
+
+
+def _number(loss: float | Tensor) -> float:
+    """A loss of any numeric type as a float; one beyond all floats is not finite."""
+    try:
+        return float(loss)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        raise SettingError(f"loss must be one number, not {printable(repr(loss)[:80])}") from None
 
 
 class StickCheck:

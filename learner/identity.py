@@ -80,14 +80,19 @@ def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = 
         layout=Layout(tuple(entry.spec() for entry in entries)),
         role="observer" if observer else "learner",
         data_hash=data_hash,
-        device=torch.cuda.get_device_name(device)[:64] if device.type == "cuda" else str(device)[:64],
-        host=re.sub(r"[^ -~]", "?", socket.gethostname())[:255],
+        device=_plain(torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), 64),
+        host=_plain(socket.gethostname(), 255),
         pid=os.getpid(),
         pin=device.type == "cuda" and not observer,
     )
     try:
         decode(encode(me.hello()))
         Layout.from_wire(me.layout.to_wire())
-    except Malformed as wrong:
+    except (Malformed, ValueError, TypeError) as wrong:  # what msgpack cannot pack is no Malformed
         raise SettingError(f"{name} cannot join run {run}, which would not understand its Hello: {wrong}") from wrong
     return me
+
+
+def _plain(text: str, most: int) -> str:
+    """For display only, so it must never be why a Hello is rejected: ASCII, of at most so many characters."""
+    return re.sub(r"[^ -~]", "?", text)[:most]

@@ -1,11 +1,16 @@
-"""What a learner tells about itself: Alive each second, Goodbye at the end. Pure."""
+"""What a learner tells about itself: Alive each second, Goodbye at the end. Pure.
+
+A message with one figure out of range is rejected as a whole, and its sender is then taken for lost. So every figure is
+brought into its range here, whatever a script, a clock or a machine made of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..common.wire import Alive, Goodbye
+from ..common.wire import GOODBYE_REASONS, MAX_COUNT, MAX_LOSS, MAX_SECONDS, Alive, Goodbye
 from .books import Mark
 from .desk import Counters
 from .follower import Public
@@ -29,19 +34,38 @@ def alive(
     whole = [public for public in held if public is not None]
     whole = whole if len(whole) == len(held) else []
     return Alive(
-        run=me.run, name=me.name, incarnation=me.incarnation, epoch=own.versions_epoch,
-        local_steps=own.books.steps, tokens=own.books.tokens, step_seconds=own.step_seconds,
-        last_step_age_seconds=max(0.0, now - own.last_step_at), inner_seconds=own.inner_seconds,
-        session_seconds=own.session_seconds, since_first_step_seconds=max(0.0, now - own.started_at),
-        loss=own.loss, versions=own.versions, digests=tuple(public.digest[:16] for public in whole),
-        digest_versions=tuple(public.version for public in whole),
-        bytes_up=traffic.bytes_up, bytes_down=traffic.bytes_down, gaps=traffic.gaps,
+        run=me.run, name=me.name, incarnation=me.incarnation, epoch=_count(own.versions_epoch),
+        local_steps=_count(own.books.steps), tokens=_count(own.books.tokens), step_seconds=_seconds(own.step_seconds),
+        last_step_age_seconds=_seconds(now - own.last_step_at), inner_seconds=_seconds(own.inner_seconds),
+        session_seconds=_seconds(own.session_seconds), since_first_step_seconds=_seconds(now - own.started_at),
+        loss=_loss(own.loss), versions=own.versions, digests=tuple(public.digest[:16] for public in whole),
+        digest_versions=tuple(public.version for public in whole), bytes_up=_count(traffic.bytes_up),
+        bytes_down=_count(traffic.bytes_down), gaps=_count(traffic.gaps),
     )  # fmt: skip
 
 
 def goodbye(me: Identity, reason: str, counters: Counters | None, model_hash: str) -> Goodbye:
+    """The last counters. A reason that the protocol does not have is sent as `stopped`."""
     books = counters.books if counters is not None else Mark()
     return Goodbye(
-        run=me.run, name=me.name, incarnation=me.incarnation, reason=reason,
-        local_steps=books.steps, tokens=books.tokens, model_hash=model_hash,
+        run=me.run, name=me.name, incarnation=me.incarnation, model_hash=model_hash,
+        reason=reason if reason in GOODBYE_REASONS else "stopped",
+        local_steps=_count(books.steps), tokens=_count(books.tokens),
     )  # fmt: skip
+
+
+def _count(value: int) -> int:
+    return min(max(int(value), 0), MAX_COUNT)
+
+
+def _seconds(value: float) -> float:
+    """0 for what is no number of seconds: a clock that went back, or nothing finite."""
+    value = float(value)
+    return min(max(value, 0.0), MAX_SECONDS) if math.isfinite(value) else 0.0
+
+
+def _loss(value: float | None) -> float | None:
+    """The nearest loss that travels; None for none, and for one that is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return min(max(float(value), -MAX_LOSS), MAX_LOSS)

@@ -13,7 +13,7 @@ from statistics import median_low
 from typing import Literal
 
 from ..common.config import BEAT_SECONDS, SILENT_BEATS
-from ..common.wire import Alive
+from ..common.wire import MAX_COUNT, Alive
 from .ledger import Who
 from .lives import Lives
 
@@ -88,7 +88,8 @@ class Member:
         alive = self.alive
         if alive is None or not alive.local_steps:
             return 0
-        steps = SPARE_STEPS + (PACE_FACTOR * SILENCE_SECONDS / alive.step_seconds if alive.step_seconds > 0 else 0)
+        more = PACE_FACTOR * SILENCE_SECONDS / alive.step_seconds if alive.step_seconds > 0 else 0
+        steps = SPARE_STEPS + min(more, MAX_COUNT)  # steps without end, by a pace next to nothing, have no ceiling
         return alive.tokens + math.ceil(steps * alive.tokens / alive.local_steps)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from decoupled_diloco.common.errors import SettingError
@@ -20,9 +22,10 @@ def test_a_loss_that_is_not_finite_is_noticed_and_the_last_finite_one_kept(value
     assert watch.take(None)
 
 
-def test_a_loss_of_several_numbers_is_refused() -> None:
+@pytest.mark.parametrize("loss", [torch.zeros(3), torch.tensor(1j), 1j, "much", [1.0]], ids=repr)
+def test_a_loss_that_is_no_single_number_is_refused(loss: Any) -> None:
     with pytest.raises(SettingError, match="one number"):
-        LossWatch().take(torch.zeros(3))
+        LossWatch().take(loss)
 
 
 def verdict(before: Tensor, adopted: Tensor, *then: Tensor) -> bool | None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoupled_diloco.common.wire import Alive
+from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.wire import MAX_COUNT, MAX_SECONDS, Alive
 from decoupled_diloco.syncer.members import REMEMBERED, SILENCE_SECONDS, Members
+from decoupled_diloco.syncer.rounds import Answer, Rounds
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 
 def alive(name: str, incarnation: int = 1, **more: Any) -> Alive:
@@ -100,3 +104,28 @@ def test_names_that_ended_are_forgotten_before_they_fill_the_memory() -> None:
     assert len(members.by_name) == REMEMBERED
     assert "l49" not in members.by_name
     assert "l50" in members.by_name
+
+
+SECONDS = st.floats(0, MAX_SECONDS) | st.sampled_from([5e-324, MAX_SECONDS])
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.integers(0, MAX_COUNT), tokens=st.integers(0, MAX_COUNT), seconds=st.tuples(SECONDS, SECONDS, SECONDS))
+@example(steps=1, tokens=1, seconds=(5e-324, 0.0, 0.0))
+def test_no_report_that_the_wire_takes_stops_the_round_machine(
+    steps: int, tokens: int, seconds: tuple[float, float, float]
+) -> None:
+    """A pace next to nothing once made a ceiling of infinity, and an exception of that ended the syncer."""
+    rounds = Rounds(RunSettings(steps=50, sync_every=2, fragments=2, overlap=1), [10, 10], epoch=1)
+    rounds.join("a", 1, now=0.0)
+    figures = dict(zip(("step_seconds", "last_step_age_seconds", "since_first_step_seconds"), seconds, strict=True))
+    for now in (1.0, 2.0):
+        rounds.heard(alive("a", local_steps=steps, tokens=tokens, **figures), now)
+        rounds.tick(now)
+        rounds.step(now)
+        assert rounds.next_deadline(now) <= now + 1.0
+        for call in rounds.calls.values():
+            whole = Answer(who=("a", 1), fragment=call.fragment, slot=call.slot, attempt=call.attempt, base_version=0,
+                           tokens_from=0, tokens_to=tokens, steps_from=0, steps_to=steps)  # fmt: skip
+            rounds.answer(whole)
+        rounds.tick(now)

@@ -70,7 +70,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "syncer": COUNTS, "role": st.sampled_from(["learner", "observer"]), "device": text(64), "host": text(255),
     "pid": st.integers(0, 2**31), "bulk_proven": st.booleans(), "fragments": FRAGMENTS, "plan_digest": text(64),
     "state": st.sampled_from(["waiting", "seeding", "running", "draining", "finished", "stopping"]),
-    "verdict": st.sampled_from(["welcome", "wait", "seed", "refused", "finished", "reset"]),
+    "verdict": st.sampled_from(["welcome", "wait", "seed", "refused", "finished", "reset", "notice"]),
     "missing": tuples(FRAGMENTS), "local_steps": COUNTS, "tokens": COUNTS, "last_step_age_seconds": SECONDS,
     "inner_seconds": SECONDS, "session_seconds": SECONDS, "since_first_step_seconds": SECONDS,
     "loss": st.none() | st.floats(-1e15, 1e15), "digests": tuples(text(16)), "digest_versions": tuples(COUNTS),
