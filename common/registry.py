@@ -25,7 +25,8 @@ _WHOLE = re.compile(r"-?\d{1,19}")
 _REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 _COUNTER = re.compile(r"\d{1,14}")
 """No run comes further. Whoever wrote more into the store would drive epochs and versions to where no message can."""
-_TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash")
+_TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash",
+          "blocked", "rejected_reason", "sentence")  # fmt: skip
 """Fields that stay text although one may look like a number."""
 _FRAGMENTS_AT_ONCE = 256
 

@@ -160,6 +160,12 @@ class Conversation:
     def _heard_welcome(self, welcome: Welcome, now: float) -> None:
         if (welcome.name, welcome.incarnation) != self.me.pair or welcome.epoch != self.epoch:
             return
+        if welcome.verdict == "notice":
+            sentence = f"the syncer rejects what {self.me.name} sends, again and again: {welcome.reason}"
+            log.warning("messages_rejected", learner=self.me.name, sentence=sentence)
+            if self.phase is Phase.ASKING:
+                self.desk.waits_for = f"a Hello of its to be taken ({welcome.reason})"
+            return
         self.desk.progress_at = now
         if welcome.verdict == "reset":
             if self.phase is Phase.FOLLOWING:

@@ -56,6 +56,18 @@ class Now:
         return [row["name"] for row in self.learners if row.get("state") in ("live", "stalled")]
 
     @property
+    def blocked(self) -> str:
+        """Why the run does not move, and for how long; '' while it does."""
+        why, seconds = self.figures_so_far.get("blocked"), self.figures_so_far.get("blocked_seconds") or 0
+        return f"blocked for {seconds:.0f} s: {printable(str(why))}" if why else ""
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Of each learner whose messages are rejected again and again: why."""
+        why = {row["name"]: row.get("rejected_reason") for row in self.learners}
+        return {name: printable(str(reason)) for name, reason in sorted(why.items()) if reason}
+
+    @property
     def saving(self) -> str:
         """How old the newest checkpoint is, and why there is no newer one; "" where neither is known."""
         saved_at, error = self.figures_so_far.get("saved_at"), self.figures_so_far.get("save_error")
@@ -66,8 +78,9 @@ class Now:
 
     @property
     def troubles(self) -> list[str]:
-        """What a person should know: why nothing new could be read, and that nothing is saved."""
-        return [self.trouble] * bool(self.trouble) + [self.saving] * bool(self.figures_so_far.get("save_error"))
+        """What a person should know: why nothing new could be read, why the run stands, and that nothing is saved."""
+        failing = self.saving if self.figures_so_far.get("save_error") else ""
+        return [sentence for sentence in (self.trouble, self.blocked, failing) if sentence]
 
     @property
     def val_loss(self) -> float | None:
@@ -86,6 +99,8 @@ class Now:
             "processes": dict(self.processes),
             "saved_at": self.figures_so_far.get("saved_at"),
             "save_error": self.figures_so_far.get("save_error") or "",
+            "blocked": self.blocked,
+            "rejected": self.rejected,
         }
         return told | more | {"trouble": self.trouble} if self.trouble else told | more
 

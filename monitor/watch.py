@@ -20,7 +20,10 @@ LINE_SECONDS = 10.0
 READ_SECONDS = 1.0
 OVER = ("finished", "stopped")
 NOTES = 3
-IN_THE_PICTURE = ("run", "learners", "processes", "state", "steps", "steps_total", "trouble", "saved_at", "save_error")
+REJECTED_ROWS = 4
+"""Learners whose messages are rejected get so many lines."""
+IN_THE_PICTURE = ("run", "learners", "processes", "state", "steps", "steps_total", "trouble", "saved_at", "save_error",
+                  "blocked", "rejected")  # fmt: skip
 STATES = {"live": "green", "stalled": "yellow", "lost": "red", "left": "dim"}
 
 
@@ -63,17 +66,18 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line every ten seconds, and at once when the state changes."""
+    """A line every ten seconds, and at once when the state changes, or the run is blocked or moves again."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._told_at = -LINE_SECONDS
-        self._state = ""
+        self._state = ("", False)
 
     def show(self, now: Now) -> None:
         moment = time.monotonic()
-        if moment - self._told_at >= LINE_SECONDS or now.state != self._state:
-            self._told_at, self._state = moment, now.state
+        state = now.state, bool(now.blocked)
+        if moment - self._told_at >= LINE_SECONDS or state != self._state:
+            self._told_at, self._state = moment, state
             self.note(line(now))
 
     def note(self, sentence: str) -> None:
@@ -132,10 +136,16 @@ def picture(now: Now) -> RenderableType:
         "   tokens/s ", (_number(now.tokens_per_second, ",.0f"), "bold"),
         "   merges ", (_number(figures.get("merges"), ","), "bold"), "   faults ", (str(now.faults), "bold"),
     )  # fmt: skip
-    below = "met" if now.state in OVER else figures.get("quorum_state", "met")
-    quorum = [] if below == "met" else [f"quorum: {below}"]
-    warnings = [Text(text, "yellow") for text in (*now.troubles, *quorum)]
+    warnings = [Text(text, "yellow") for text in _warnings(now)]
     return Group(bar, row, *warnings, *([_learners(now)] if now.learners else []))
+
+
+def _warnings(now: Now) -> list[str]:
+    """What is amiss, the quorum where that alone is known, and whose messages are rejected."""
+    below = "met" if now.state in OVER or now.blocked else now.figures_so_far.get("quorum_state", "met")
+    quorum = [] if below == "met" else [f"quorum: {below}"]
+    rejected = [f"rejected again and again: {name}'s {why}" for name, why in now.rejected.items()]
+    return [*now.troubles, *quorum, *rejected[:REJECTED_ROWS]]
 
 
 def table(now: Now) -> RenderableType:

@@ -14,6 +14,7 @@ from ..common.log import get_logger
 from ..common.redis_client import redact_url, save_and_end
 from ..common.registry import Registry
 from .lines import Lines
+from .rejections import sender_of
 from .survey import Listening
 from .telling import Teller
 
@@ -25,7 +26,8 @@ def main(config: SyncerConfig) -> None:
     teller = Teller(Registry(config.redis, run, log), log, run)
 
     def malformed(topic: bytes, wrong: Malformed) -> None:
-        teller.reject(sender_of(topic), wrong.reason, message="?", detail=str(wrong)[:200])
+        name, kind = sender_of(topic)
+        teller.reject(name, wrong.reason, message=kind, detail=str(wrong)[:200])
 
     def absent(seconds: float) -> None:
         if lines.refusal:
@@ -67,9 +69,3 @@ def stop_redis(url: str, log: FilteringBoundLogger) -> None:
         log.warning("redis_not_stopped", reason=str(wrong))
     else:
         log.info("redis_stopped", redis=redact_url(url))
-
-
-def sender_of(topic: bytes) -> str:
-    """The name at the end of a learner's topic, as far as it can be believed; '?' where there is none."""
-    parts = topic.decode("ascii", "replace").split("/")
-    return parts[-2][:40] if len(parts) > 3 and parts[-2].isprintable() else "?"

@@ -25,7 +25,7 @@ STUCK_NAMES = 1000
 COPIES = 3
 """f32 copies of the model that the syncer holds at the least: as it arrives, Theta, and the residual."""
 
-Verdict = Literal["welcome", "wait", "seed", "refused", "finished", "reset"]
+Verdict = Literal["welcome", "wait", "seed", "refused", "finished", "reset", "notice"]
 
 
 @dataclass(frozen=True)

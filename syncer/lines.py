@@ -65,6 +65,10 @@ class Lines:
             self._poller.register(line.socket, zmq.POLLIN)
         self._ready: set[Any] = set()
 
+    def call_on_malformed(self, on_malformed: Callable[[bytes, Malformed], Any]) -> None:
+        """From now on tell this one, with its topic, of each message that is not what it says."""
+        self._control.on_malformed = self._bulk.on_malformed = on_malformed
+
     @property
     def proven(self) -> bool:
         """The broker listens on both planes."""

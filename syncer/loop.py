@@ -15,10 +15,12 @@ from typing import Any
 from ..common.config import BEAT_SECONDS
 from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
 from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
+from .blocked import SURE_SECONDS, Reason, reason_of
 from .export import save_model
 from .merging import Merging
 from .parts import Parts, Run, Served
 from .reception import Reception
+from .rejections import sender_of
 from .rounds import Called, Drained, Lost, Merge, Unmet
 from .start import begin
 from .telling import learner_rows, run_figures, write_summary
@@ -32,8 +34,6 @@ LINGER_SECONDS = 2.0
 RETURN_SECONDS, RETURN_LINGER_SECONDS = 30.0, 10.0
 """The same for a syncer that comes back to a finished run, where the others may just be starting: how long it waits for
 the first of them, and then for the next."""
-BELOW_QUORUM_SECONDS = 5.0
-"""How often the syncer says that it waits for learners."""
 
 
 class Syncer:
@@ -58,7 +58,6 @@ class Syncer:
         self._finished_at: float | None = None
         self._returned = False
         """The run was finished when this syncer began."""
-        self._below_quorum_at: float | None = None
         self._refusal = ""
         self._saved_step = 0
 
@@ -69,6 +68,7 @@ class Syncer:
         if not begin(self.parts, self.current, lambda: self._stop_at is not None):
             self.parts.writer.close(SAVE_SECONDS)
             return
+        self.parts.lines.call_on_malformed(self._malformed)
         self._resumed()
         try:
             while not self._over():
@@ -121,13 +121,26 @@ class Syncer:
             take(message, now)
         except Malformed as wrong:
             self._reject(message, wrong)
+        else:
+            self._taken(message)
+
+    def _taken(self, message: Message) -> None:
+        """It was as it should be; of an answer only the whole shows that."""
+        if not isinstance(message, Delta):
+            who = getattr(message, "name", ""), getattr(message, "incarnation", 0)
+            self.current.rejections.taken(who, message.KIND)
 
     def _reject(self, message: Message, wrong: Malformed) -> None:
         name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
         detail = str(wrong)[:200]
         self.parts.teller.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
-        if isinstance(message, Delta):
-            self.reception.rejected(name, message.incarnation, wrong.reason, detail)
+        self.reception.rejected(message.KIND, name, getattr(message, "incarnation", 0), wrong.reason, detail)
+
+    def _malformed(self, topic: bytes, wrong: Malformed) -> None:
+        """A message that could not be read."""
+        (name, kind), detail = sender_of(topic), str(wrong)[:200]
+        self.parts.teller.reject(name, wrong.reason, message=kind, detail=detail)
+        self.reception.rejected(kind, name, None, wrong.reason, detail)
 
     def _rounds(self, served: Served, now: float) -> None:
         for action in served.rounds.tick(now):
@@ -137,7 +150,7 @@ class Syncer:
                 case Merge(call):
                     for name, incarnation in self.merging.merge(served, action, now):
                         self.parts.teller.reject(name, "unreported", message="delta", fragment=call.fragment)
-                        self.reception.rejected(name, incarnation, "unreported", "tokens that it never reported")
+                        self.reception.rejected(Delta.KIND, name, incarnation, "unreported", "")
                 case Lost(member):
                     self.parts.teller.event("lost", learner=member.name, incarnation=member.incarnation)
                 case Unmet(call):
@@ -146,7 +159,6 @@ class Syncer:
                     self._finalize(served)
         if served.rounds.state == "draining" and self.current.phase == "running":
             self.current.phase = "draining"
-        self._say_below_quorum(served, now)
         self._checkpoint_if_due(served)
         if self._final_is_saved(served):
             self._finish(served)
@@ -158,14 +170,6 @@ class Syncer:
                 "this one stops, nothing is lost"
             )
 
-    def _say_below_quorum(self, served: Served, now: float) -> None:
-        able, quorum = served.rounds.may_answer(), self.current.settings.quorum
-        if self._below_quorum_at is None:
-            self._below_quorum_at = now  # at a start everybody is about to come
-        if able < quorum and now - self._below_quorum_at >= BELOW_QUORUM_SECONDS:
-            self._below_quorum_at = now
-            self.parts.teller.warn("below_quorum", have=able, quorum=quorum, sentence=f"{able} of {quorum} learners")
-
     # --- beats -------------------------------------------------------------------------------------------------------
     def _beat(self, now: float) -> None:
         self._beat_at = time.monotonic() + BEAT_SECONDS
@@ -173,7 +177,29 @@ class Syncer:
         beat = self._beat_message(now)
         self.parts.lines.send(beat, Plane.CONTROL)
         self.parts.lines.send(beat, Plane.BULK)
+        self._look_whether_it_moves(now)
         self._tell(now)
+
+    def _look_whether_it_moves(self, now: float) -> None:
+        run, teller = self.current, self.parts.teller
+        versions = run.served.rounds.versions if run.served else ()
+        change = run.block.look(self._waits_for(now), (run.phase, sum(versions)), time.monotonic())
+        if change is not None and change.kind == "blocked":
+            teller.warn("blocked", sentence=change.text, seconds=round(change.seconds))
+        elif change is not None:
+            teller.event("unblocked", seconds=round(change.seconds))
+
+    def _waits_for(self, now: float) -> Reason | None:
+        """What the run waits for beside time; None where nothing is amiss."""
+        run, lines = self.current, self.parts.lines
+        if run.phase in ("finished", "stopping"):
+            return None
+        if not lines.proven:
+            sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
+            return Reason("broker", lines.refusal or sentence, SURE_SECONDS)
+        if run.served is None:
+            return self.reception.waits_for(now)
+        return reason_of(run.served.rounds, run.rejections, now)
 
     def _say_refusal(self, refusal: str) -> None:
         if refusal and refusal != self._refusal:
@@ -203,18 +229,20 @@ class Syncer:
     def _tell(self, now: float) -> None:
         """Redis as a person reads it: the run and everybody in it."""
         run, teller = self.current, self.parts.teller
+        block = {"blocked": run.block.text, "blocked_seconds": round(run.block.seconds) if run.block.text else ""}
         if run.served is None:
-            teller.waiting(run.settings, run.phase, run.epoch)
+            teller.waiting(run.settings, run.phase, run.epoch, block)
             return
         rounds = run.served.rounds
         figures = run_figures(rounds, run.served.figures, run.phase, now)
         writer = self.parts.writer
         saving = {"saved_at": writer.saved_at and round(writer.saved_at, 3), "save_error": writer.last_error}
-        teller.run(figures | {"model_hash": run.model_hash} | saving)
+        teller.run(figures | block | {"model_hash": run.model_hash} | saving)
         for member in rounds.forget_oldest():
             teller.registry.forget_learner(member.name)
         for member in rounds.members.by_name.values():
-            teller.member(member, rounds, now)
+            again = "" if member.state == "left" else run.rejections.again(member.who)
+            teller.member(member, rounds, now, rejected_reason=again)
 
     # --- saving ------------------------------------------------------------------------------------------------------
     def _checkpoint_if_due(self, served: Served) -> None:

@@ -39,6 +39,8 @@ class Merging:
         member = served.rounds.members.get(answer.who)
         if member is not None:
             member.rejected_in_a_row = 0
+        if served.rounds.counts(answer):
+            self._run.rejections.taken(answer.who, Delta.KIND)
 
     def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
         """Carry out a Merge: new version, published to all. Whose answers could not be counted."""
@@ -54,6 +56,8 @@ class Merging:
         seconds = time.perf_counter() - began
         book_merge(served, merge, merged, now, seconds)
         teller.merged(served.state, merge, merged, t, seconds)
+        for answer in merge.answers:
+            self._run.rejections.taken(answer.who, Delta.KIND)
         return tuple(a.who for a in merge.unreported)
 
     def fetch(self, fetch: Fetch, now: float) -> None:

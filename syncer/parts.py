@@ -11,11 +11,13 @@ import torch
 
 from ..common.config import RunSettings, SyncerConfig
 from ..common.wire import Update
+from .blocked import Block
 from .checkpoint import Checkpoints
 from .clock import SteadyClock
 from .figures import Figures
 from .intake import Intake
 from .lines import Lines
+from .rejections import Rejections
 from .rounds import Rounds
 from .screen import NormScreen
 from .state import GlobalState
@@ -94,5 +96,7 @@ class Run:
     model_hash: str = ""
     """Set when finished."""
     served: Served | None = None
+    rejections: Rejections = field(default_factory=Rejections)
+    block: Block = field(default_factory=Block)
     number: int = field(default_factory=lambda: secrets.randbits(53))
     """Of this syncer process."""

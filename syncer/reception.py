@@ -9,11 +9,13 @@ import torch
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
 from ..common.log import printable
-from ..common.wire import Alive, Goodbye, Hello, Seed, Welcome
+from ..common.wire import Alive, Delta, Goodbye, Hello, Seed, Welcome
+from .blocked import SURE_SECONDS, Reason
 from .export import read_model
 from .joining import Joining, Reply, Seeding
 from .members import RESET_AFTER, Member, Members
 from .parts import Parts, Run, Served
+from .rejections import SENDERS, sentence_of
 from .start import serve
 from .state import GlobalState
 
@@ -26,6 +28,8 @@ class Reception:
         self._joining = Joining(run.settings)
         self.asked_at = float("-inf")
         """When somebody said Hello last."""
+        self._greeted: dict[str, int] = {}
+        """Name -> incarnation of the last thousand that said a valid Hello: nobody else is answered unasked."""
 
     def hello(self, hello: Hello, now: float) -> None:
         run, joining, teller = self._run, self._joining, self._parts.teller
@@ -33,6 +37,7 @@ class Reception:
         joining.plan = run.served.state.plan if run.served else None
         joining.finished = run.phase == "finished"
         chosen = joining.seeding
+        self._greet(hello)
         reply = joining.reply(hello, run.served.rounds.members if run.served else Members(), now)
         if reply.verdict == "seed" and self._parts.config.init is not None:
             reply = self._seed_from_file(self._parts.config.init)
@@ -94,12 +99,47 @@ class Reception:
             self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
         self._parts.teller.member(member, served.rounds, now)
 
-    def rejected(self, name: str, incarnation: int, reason: str, detail: str) -> None:
-        """Something of this learner was not taken: count it, and after three wrong answers in a row reset it."""
+    def rejected(self, kind: str, name: str, incarnation: int | None, reason: str, detail: str) -> None:
+        """A message was not taken: count it, reset a learner after three wrong answers in a row, and warn a sender
+        whose messages are rejected again and again.
+
+        incarnation: None where the message could not be read and its topic alone names the sender.
+        """
         served = self._run.served
-        member = served.rounds.members.get((name, incarnation)) if served else None
-        if member is not None and member.reject(reason):
-            self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
+        member = served.rounds.members.by_name.get(name) if served else None
+        if member is not None and incarnation in (None, member.incarnation):
+            incarnation = member.incarnation
+            wrong = kind == Delta.KIND and member.reject(reason)
+            member.rejected += kind != Delta.KIND
+            if wrong:
+                self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
+        elif incarnation in (None, self._greeted.get(name)):
+            incarnation = self._greeted.get(name)
+        else:
+            incarnation = None
+        if incarnation is not None:
+            sentence = sentence_of(reason, detail)
+            notice = self._run.rejections.rejected((name, incarnation), kind, sentence, self._parts.clock.now())
+            if notice:
+                self._answer(name, incarnation, Reply("notice", notice))
+
+    def waits_for(self, now: float) -> Reason | None:
+        """What a run without a model waits for, once somebody is there to begin it."""
+        seeding = self._joining.seeding
+        if seeding is None:
+            return None
+        parts, missing = len(seeding.assemblies), len(seeding.missing())
+        sentence = (
+            f"{seeding.who[0]} was chosen to send version 0 and has sent nothing for {now - seeding.progress_at:.0f} s "
+            f"({missing} of {parts} parts are missing)"
+        )
+        return Reason("seed", sentence, SURE_SECONDS) if now - seeding.progress_at >= SURE_SECONDS else None
+
+    def _greet(self, hello: Hello) -> None:
+        self._greeted.pop(hello.name, None)
+        self._greeted[hello.name] = hello.incarnation
+        if len(self._greeted) > SENDERS:
+            del self._greeted[next(iter(self._greeted))]
 
     def reset(self, member: Member, why: str) -> None:
         """Order a learner to drop what it has and fetch every fragment, unless it was told so a moment ago."""
@@ -130,7 +170,7 @@ class Reception:
                 incarnation=incarnation,
                 epoch=self._run.epoch,
                 verdict=reply.verdict,
-                reason=reply.reason[:1000],
+                reason=printable(reply.reason)[:1000],
                 fragments=plan.P if plan else 0,
                 plan_digest=plan.digest if plan else "",
                 missing=reply.missing,
@@ -145,7 +185,7 @@ class Reception:
         try:
             vectors, static = read_model(seeding.plan, path)
         except SettingError as wrong:
-            return Reply("refused", printable(str(wrong)))
+            return Reply("refused", str(wrong))
         self._seeded(seeding.plan, vectors, static, source=str(path))
         return Reply("wait", "version 0 has just been read")
 

@@ -211,12 +211,12 @@ class Rounds:
         reason = self.refusal(answer)
         if not reason:
             self.calls[answer.fragment].answers[answer.who] = answer
-            if self._counts(answer):
+            if self.counts(answer):
                 self.ledger.report(answer.who, answer.tokens_to)
                 self.members.lives.reached(answer.who, answer.steps_to)
         return reason
 
-    def _counts(self, answer: Answer) -> bool:
+    def counts(self, answer: Answer) -> bool:
         """By its learner's last report it can have done what the answer covers."""
         member = self.members.get(answer.who)
         credible = 0 if member is None else member.credible_tokens
@@ -224,7 +224,7 @@ class Rounds:
 
     def _better(self, answer: Answer, known: Answer) -> bool:
         """One that counts takes the place of one that does not: nobody is shut out by what was sent in his name."""
-        return self._counts(answer) and not self._counts(known)
+        return self.counts(answer) and not self.counts(known)
 
     def ended(self, model_hash: str) -> None:
         """The final model has this hash; for a tape."""
@@ -251,7 +251,7 @@ class Rounds:
 
     def next_deadline(self, now: float) -> float:
         """When tick() has something to do at the latest, if nothing arrives before; now + 1 s at most."""
-        usual = self._attempt_seconds()
+        usual = self.attempt_seconds()
         times = [c.attempt_at + c.patience * usual if c.closes_at is None else c.closes_at for c in self.calls.values()]
         times.append(now + 1.0)
         opens_at = self._opens_at(now)
@@ -316,7 +316,7 @@ class Rounds:
 
     # --- inside ------------------------------------------------------------------------------------------------------
     def _settle(self, call: OpenCall, now: float) -> Iterator[Action]:
-        counted = [a for _, a in sorted(call.answers.items()) if self._counts(a)]
+        counted = [a for _, a in sorted(call.answers.items()) if self.counts(a)]
         if len({a.who[0] for a in counted}) >= self.settings.quorum:
             if call.quorum_at is None:
                 self._quorum_met(call, now)
@@ -328,7 +328,7 @@ class Rounds:
             self._close(call)
             self._drained.add(call.fragment)
             yield Unmet(call)
-        elif now - call.attempt_at >= call.patience * self._attempt_seconds():
+        elif now - call.attempt_at >= call.patience * self.attempt_seconds():
             enough = self.may_answer() >= self.settings.quorum
             yield self._attempt_again(call, now, 2 * call.patience if enough else 1.0)
 
@@ -352,7 +352,7 @@ class Rounds:
         call.quorum_at = call.closes_at = None
         return Called(call)
 
-    def _attempt_seconds(self) -> float:
+    def attempt_seconds(self) -> float:
         """H / P typical steps, but time enough for each awaited learner to reach a step boundary, and twice as long as
         answers usually take. Otherwise each would find, where the way is long, that a newer attempt is asked for.
         """
@@ -369,13 +369,13 @@ class Rounds:
         if len(self.calls) >= self.tau or self._slot_fragment() in self.calls:
             return None
         if self._slot_at is None:
-            return None if self._awaits_first_steps(now) else now
+            return None if self.awaits_first_steps(now) else now
         return self._slot_at + self.schedule.steps_between * typical
 
     def _slot_fragment(self) -> int:
         return self.schedule.fragment_of(self.slot)
 
-    def _awaits_first_steps(self, now: float) -> bool:
+    def awaits_first_steps(self, now: float) -> bool:
         return any(m.step_seconds == 0 and now - m.joined_at < FIRST_STEP_PATIENCE_SECONDS for m in self.members.live())
 
     def _open_due(self, now: float) -> Iterator[Action]:
@@ -404,7 +404,7 @@ class Rounds:
             yield Drained()
 
     def _gives_up(self, now: float) -> bool:
-        patience = max(DRAIN_SECONDS, DRAIN_ATTEMPTS * self._attempt_seconds())
+        patience = max(DRAIN_SECONDS, DRAIN_ATTEMPTS * self.attempt_seconds())
         late = self._drain_at is not None and now - self._drain_at >= patience
         return late or not self.members.live()
 

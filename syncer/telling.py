@@ -73,10 +73,10 @@ class Teller:
                 bytes=0, merged_at=0, parameters=f.parameters,
             )  # fmt: skip
 
-    def waiting(self, settings: RunSettings, phase: str, epoch: int) -> None:
+    def waiting(self, settings: RunSettings, phase: str, epoch: int, block: Mapping[str, Any]) -> None:
         """A run that has no version 0 yet."""
         self.run({"run": settings.run, "state": phase, "epoch": epoch, "step": 0, "steps_total": settings.steps,
-                  "quorum": settings.quorum, "learners_live": 0})  # fmt: skip
+                  "quorum": settings.quorum, "learners_live": 0, **block})  # fmt: skip
 
     def rejections(self) -> dict[str, int]:
         """How many messages were not taken, by `learner:reason`."""
@@ -85,7 +85,7 @@ class Teller:
     def run(self, figures: Mapping[str, Any]) -> None:
         self.registry.publish_run(started_at=round(self._began_at, 3), **figures)
 
-    def member(self, member: Member, rounds: Rounds, now: float) -> None:
+    def member(self, member: Member, rounds: Rounds, now: float, *, rejected_reason: str = "") -> None:
         """One learner's hash and its place in the list of who is here."""
         alive, account, lives = member.alive, rounds.ledger.account(member.name), rounds.members.lives.of(member.name)
         seen = time.time() - (now - member.heard_at)
@@ -96,6 +96,7 @@ class Teller:
             tokens_merged=account.merged, tokens_pending=account.pending, tokens_lost=account.lost,
             step_seconds=round(member.step_seconds, 6), loss="" if alive is None or alive.loss is None else alive.loss,
             joined_at=round(time.time() - (now - member.joined_at), 3), rejected=member.rejected,
+            rejected_reason=rejected_reason,
             inner_seconds=round(lives["inner_seconds"], 3), session_seconds=round(lives["session_seconds"], 4),
             since_first_step_seconds=round(lives["since_first_step_seconds"], 3),
             bytes_up=lives["bytes_up"], bytes_down=lives["bytes_down"], gaps=lives["gaps"],

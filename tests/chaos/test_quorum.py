@@ -27,7 +27,7 @@ def test_one_of_two_is_killed_the_run_says_so_and_goes_on_with_its_replacement(h
     house.kill("learner-2")
     wait_for(lambda: house.row("dd:it:run")["quorum_state"] == "1 of 2", "it says that it is below the quorum")
     wait_for(
-        lambda: "1 of 2 learners" in [row["sentence"] for row in house.events("syncer", "below_quorum")],
+        lambda: any(row["sentence"].startswith("1 of the 2 learners") for row in house.events("syncer", "blocked")),
         "the syncer's log says so too",
     )
     wait_for(lambda: house.learner("learner-2")["incarnation"] != before, "another learner-2 has joined", 90)

@@ -171,3 +171,16 @@ def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -
     assert not joined.conversation.over
     joined.tick(102.2, proven=False)
     assert joined.conversation.over
+
+
+def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_on(
+    joined: Talk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    welcome = Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason="delta norm: 3 (5 in a row)")
+    joined.hear(welcome, 101.0)
+    joined.hear(Welcome(**{**vars(welcome), "incarnation": 8}), 101.1)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "messages_rejected" in line]
+    assert "WARNING" in line
+    assert "the syncer rejects what me sends, again and again: delta norm: 3 (5 in a row)" in line
+    assert joined.conversation.phase is Phase.FOLLOWING
+    assert joined.desk.failure is None

@@ -118,7 +118,8 @@ def test_no_report_that_the_wire_takes_stops_the_round_machine(
     """A pace next to nothing once made a ceiling of infinity, and an exception of that ended the syncer."""
     rounds = Rounds(RunSettings(steps=50, sync_every=2, fragments=2, overlap=1), [10, 10], epoch=1)
     rounds.join("a", 1, now=0.0)
-    figures = dict(zip(("step_seconds", "last_step_age_seconds", "since_first_step_seconds"), seconds, strict=True))
+    names = ("step_seconds", "last_step_age_seconds", "since_first_step_seconds")
+    figures: dict[str, Any] = dict(zip(names, seconds, strict=True))
     for now in (1.0, 2.0):
         rounds.heard(alive("a", local_steps=steps, tokens=tokens, **figures), now)
         rounds.tick(now)

@@ -1,4 +1,4 @@
-"""What a learner tells about itself is never rejected for a figure, whatever a script, a clock or a machine made of it."""
+"""No figure that a script, a clock or a machine made costs a learner the message that it stands in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ LOSSES: list[Any] = [
 
 
 def figures(**more: Any) -> Counters:
-    return Counters(**({"books": Mark(3, 30), "versions": (4,)} | more))
+    rows: dict[str, Any] = {"books": Mark(3, 30), "versions": (4,)}
+    return Counters(**(rows | more))
 
 
 def told(counters: Counters | None, traffic: Traffic = Traffic(), now: float = 10.0) -> Alive:  # noqa: B008 it is frozen

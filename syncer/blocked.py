@@ -1,0 +1,166 @@
+"""Why a run does not move, in a sentence. A view: it changes nothing, and no decision rests on it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..common.config import BEAT_SECONDS
+from .members import Member
+from .rejections import Rejections
+from .rounds import FIRST_STEP_PATIENCE_SECONDS, OpenCall, Rounds
+
+SURE_SECONDS = 5.0
+"""How long what lets no round succeed must last: learners that are started together do not come together."""
+PATIENCE_SECONDS, PATIENCE_ROUNDS = 10.0, 4
+"""How long answers must be missing that might still come: so many usual rounds, but no less than so many seconds."""
+REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 30.0, 600.0
+"""When a run that is still blocked is told of again, at first and at the most; doubled each time."""
+NAMES = 8
+"""So many learners are named in one sentence."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What the run waits for. It blocks the run if it lasts longer than `patience_seconds` without a merge."""
+
+    kind: Literal["broker", "seed", "quorum", "answers"]
+    text: str
+    patience_seconds: float
+
+
+def reason_of(rounds: Rounds, rejections: Rejections, now: float) -> Reason | None:
+    """What a run with a model waits for beside time; None where nothing is amiss."""
+    if rounds.paused or rounds.state == "drained":
+        return None
+    able, quorum = rounds.may_answer(), rounds.settings.quorum
+    if able < quorum:
+        first_steps = able + sum(_about_to_begin(member, now) for member in rounds.members.live())
+        return None if first_steps >= quorum else Reason("quorum", _below_quorum(rounds, rejections, now), SURE_SECONDS)
+    calls = sorted(rounds.calls.values(), key=lambda call: call.slot)
+    if not calls or any(call.quorum_at is not None for call in calls):
+        return None
+    usual = rounds.schedule.steps_between * rounds.members.typical_step_seconds() + rounds.attempt_seconds()
+    patience = max(PATIENCE_SECONDS, PATIENCE_ROUNDS * usual)
+    return Reason("answers", _unanswered(rounds, rejections, calls[0]), patience)
+
+
+def _about_to_begin(member: Member, now: float) -> bool:
+    return member.step_seconds == 0 and now - member.joined_at < FIRST_STEP_PATIENCE_SECONDS
+
+
+def _below_quorum(rounds: Rounds, rejections: Rejections, now: float) -> str:
+    able = {member.name for member in rounds.members.awaited()}
+    count = f"{len(able)} of the {rounds.settings.quorum} learners that --quorum asks for can answer"
+    others = [m for _, m in sorted(rounds.members.by_name.items()) if m.state != "left" and m.name not in able]
+    return _listed(
+        f"{count} ({_names(sorted(able))})" if able else count, (_absence(m, rejections, now) for m in others)
+    )
+
+
+def _absence(member: Member, rejections: Rejections, now: float) -> str:
+    """Why no round waits for this learner."""
+    last_step = member.alive.last_step_age_seconds if member.alive else 0.0
+    if member.state == "lost":
+        sentence = f"{member.name} has not been heard for {now - member.heard_at:.0f} s"
+    elif member.state == "stalled":
+        sentence = f"{member.name} has taken no step for {last_step + now - member.heard_at:.0f} s"
+    else:
+        sentence = f"{member.name} has made no two steps since it joined {now - member.joined_at:.0f} s ago"
+    rejected = rejections.of(member.who, "alive")
+    return f"{sentence}, and what it reports is rejected, {rejected.sentence}" if rejected else sentence
+
+
+def _unanswered(rounds: Rounds, rejections: Rejections, call: OpenCall) -> str:
+    """What became of the answers to this call."""
+    counted = {who for who, answer in call.answers.items() if rounds.counts(answer)}
+    count = (
+        f"fragment {call.fragment} has {len(counted)} of the {rounds.settings.quorum} answers that --quorum asks for, "
+        f"at attempt {call.attempt}"
+    )
+    failed = [f"{call.failures} merges of it gave values that are not finite"] if call.failures else []
+    alike: dict[str, list[str]] = {}
+    for member in rounds.members.awaited():
+        if member.who not in counted:
+            alike.setdefault(_wrong(member, rejections, call), []).append(member.name)
+    silent = alike.pop("", [])
+    wrong = [f"those of {_names(names)} {sentence}" for sentence, names in alike.items()]
+    return _listed(count, [*failed, *wrong, *([f"none of {_names(silent)}"] if silent else [])])
+
+
+def _wrong(member: Member, rejections: Rejections, call: OpenCall) -> str:
+    """Why what this learner answers does not count; '' where it does not answer."""
+    if member.who in call.answers:
+        return "cover more tokens than were reported"
+    rejected = rejections.of(member.who, "delta")
+    if rejected is None:
+        return ""
+    if member.alive is not None and member.alive.local_steps and not member.tokens:
+        return "are rejected, as 0 tokens are reported, and session.step(tokens=...) must count what is trained on"
+    return f"are rejected, {rejected.sentence}"
+
+
+def _listed(first: str, more: Iterable[str]) -> str:
+    sentences = list(more)
+    left = len(sentences) - NAMES
+    return "; ".join([first, *sentences[:NAMES], *([f"and {left} more"] if left > 0 else [])])
+
+
+def _names(names: Sequence[str]) -> str:
+    left = len(names) - NAMES
+    return ", ".join(names[:NAMES]) + (f" and {left} more" if left > 0 else "")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be told: the run is blocked (again, after a while: it still is), or moves again."""
+
+    kind: Literal["blocked", "unblocked"]
+    seconds: float
+    """How long it has not moved."""
+    text: str = ""
+
+
+class Block:
+    """Whether the run moves, and when that is to be told. To be looked at once a beat."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Why the run does not move; '' while it does."""
+        self.seconds = 0.0
+        """How long there has been a reason for that, without a merge."""
+        self._reason: Reason | None = None
+        self._progress: object = None
+        self._looked_at: float | None = None
+        self._repeat_at: float | None = None
+        """When it is told again, on the scale of `seconds`; None while the run is not blocked."""
+
+    def look(self, reason: Reason | None, progress: object, real: float) -> Change | None:
+        """Take what the run waits for now; what is to be told, if anything is.
+
+        progress: anything that differs once the run has moved. real: seconds of a clock that never stands still; what
+        this process itself slept through counts as two beats.
+        """
+        passed = 0.0 if self._looked_at is None else min(real - self._looked_at, 2 * BEAT_SECONDS)
+        moved, known = progress != self._progress, self._reason
+        self._looked_at, self._progress, self._reason = real, progress, reason
+        blocked, seconds = self._repeat_at is not None, self.seconds + passed
+        if moved:
+            self.text, self.seconds, self._repeat_at = "", 0.0, None
+            return Change("unblocked", seconds) if blocked else None
+        if not blocked and (reason is None or known is None or reason.kind != known.kind):
+            self.seconds = 0.0
+            return None
+        self.seconds = seconds
+        if reason is None or (not blocked and seconds < reason.patience_seconds):
+            self.text = ""  # of a blocked run: it is about to move
+            return None
+        self.text = reason.text
+        return self._told(reason.text)
+
+    def _told(self, text: str) -> Change | None:
+        if self._repeat_at is not None and self.seconds < self._repeat_at:
+            return None
+        self._repeat_at = self.seconds + min(LONGEST_REPEAT_SECONDS, max(REPEAT_SECONDS, self.seconds))
+        return Change("blocked", self.seconds, text)

@@ -1,0 +1,167 @@
+"""A run that does not move and a sender whose messages are rejected: both hear why, over real sockets and a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import syncer_house as scripted
+from decoupled_diloco.common.fragments import Layout
+from decoupled_diloco.common.registry import read_status
+from decoupled_diloco.common.wire import Beat, Call, Welcome
+from decoupled_diloco.compose.store import EmbeddedStore
+from decoupled_diloco.syncer import blocked, loop, members, rejections, screen
+from syncer_house import LAYOUT, ScriptedLearner, SyncerHouse, syncer_house
+from waiting import wait_for
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats come fast, and patience is short, so that tests need not wait for them."""
+    monkeypatch.setattr(loop, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(blocked, "SURE_SECONDS", 0.3)
+    monkeypatch.setattr(blocked, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(blocked, "PATIENCE_ROUNDS", 0)
+    monkeypatch.setattr(rejections, "APART_SECONDS", 0.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    made = EmbeddedStore(tmp_path / "store")
+    made.start()
+    yield made.url
+    made.stop()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[SyncerHouse]:
+    with syncer_house(tmp_path) as made:
+        yield made
+
+
+def joined(house: SyncerHouse, names: str) -> list[ScriptedLearner]:
+    learners = [house.learner(name) for name in names]
+    for learner in learners:
+        learner.join()
+    return learners
+
+
+def trains(learners: list[ScriptedLearner], values: dict[str, float], enough: Callable[[], Any]) -> Callable[[], Any]:
+    """A predicate for `wait_for`: each learner reports and answers every attempt, until `enough` is true."""
+    answered: set[tuple[str, int, int]] = set()
+
+    def predicate() -> Any:
+        for learner in learners:
+            learner.listen()
+            newest = next((m for m in reversed(learner.heard) if isinstance(m, Beat)), None)
+            for call in newest.calls if newest else ():
+                answer(learner, learner.newest(call), values.get(learner.name, 0.01))
+            learner.alive()
+        return enough()
+
+    def answer(learner: ScriptedLearner, call: Call, value: float) -> None:
+        turn = (learner.name, call.slot, call.attempt)
+        if turn not in answered:
+            answered.add(turn)
+            learner.versions[call.fragment] = call.version
+            learner.step()
+            learner.bulk.send(learner.delta(call, value))
+
+    return predicate
+
+
+def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_named_in_store_events_and_notice(
+    tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "NORM_AFTER", 1)
+    with syncer_house(tmp_path, store, quorum=3, fragments=1, overlap=1) as house:
+        learners = joined(house, "abc")
+        wild: dict[str, float] = {}
+
+        def seen() -> dict[str, Any]:
+            return read_status(store, "run")
+
+        wait_for(trains(learners, wild, lambda: sum(house.syncer.current.served.rounds.versions) >= 1), "it merges")  # type: ignore[union-attr]
+        wild["c"] = 1e4
+
+        def told() -> Any:
+            status = seen()
+            return status if status["run"].get("blocked") and status["learners"]["c"]["rejected_reason"] else None
+
+        status = wait_for(trains(learners, wild, told), "the run says that it is blocked")
+        assert "has 2 of the 3 answers that --quorum asks for" in status["run"]["blocked"]
+        assert "those of c are rejected" in status["run"]["blocked"]
+        assert "norm: 1" in status["run"]["blocked"]
+        assert status["learners"]["c"]["rejected_reason"].startswith("delta norm: ")
+        assert status["learners"]["c"]["rejected"] >= rejections.AGAIN
+        assert status["learners"]["a"]["rejected_reason"] == ""
+        notice = learners[2].wait(Welcome, lambda w: w.verdict == "notice")
+        assert "delta norm" in notice.reason
+        wild.clear()
+        kinds = wait_for(
+            trains(learners, wild, lambda: [e["kind"] for e in seen()["events"] if "blocked" in e["kind"]][1:]),
+            "it moves again",
+        )
+        assert kinds == ["unblocked"]
+
+
+def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted, "TOKENS", 0)
+    with syncer_house(tmp_path, fragments=1, overlap=1) as house:
+        learners, block = joined(house, "ab"), house.syncer.current.block
+
+        def told() -> Any:
+            notices = [m for m in learners[0].heard if isinstance(m, Welcome) and m.verdict == "notice"]
+            return notices if "those of a, b are rejected, as 0 tokens are reported" in block.text else []
+
+        [notice] = wait_for(trains(learners, {}, told), "both hear why")
+        assert "empty: it covers 0 tokens" in notice.reason
+
+
+def test_a_learner_whose_reports_cannot_be_read_hears_it_and_the_run_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
+    with syncer_house(tmp_path) as house:
+        [a], block = joined(house, "a"), house.syncer.current.block
+        what = "field: loss of a alive must be a finite number"
+
+        def told() -> bool:
+            a.alive(loss=1e16)
+            return what in block.text
+
+        wait_for(told, "the run says why it does not move")
+        assert "a has not been heard for" in block.text
+        assert what in a.wait(Welcome, lambda w: w.verdict == "notice").reason
+        wait_for(trains([a], {}, lambda: not block.text), "reports that can be read make it move")
+
+
+def test_a_flood_is_answered_by_one_notice_and_who_never_said_hello_by_none(house: SyncerHouse) -> None:
+    [a] = joined(house, "a")
+    stranger = house.learner("x", 9)
+    for sender in (a, stranger):
+        before = house.rejected["field"]
+
+        def rejected(sender: ScriptedLearner = sender, before: int = before) -> bool:
+            sender.alive(loss=1e16)
+            sender.listen()
+            return house.rejected["field"] >= before + 30
+
+        wait_for(rejected, "thirty are rejected")
+    assert a.hello().verdict == "welcome"
+    assert [w.verdict for w in a.heard if isinstance(w, Welcome)] == ["welcome"]
+    assert not [w for w in stranger.heard if isinstance(w, Welcome)]
+    assert stranger.hello().verdict == "welcome", "this is the first that it hears"
+
+
+def test_a_newcomer_whose_layout_is_none_hears_of_it(house: SyncerHouse) -> None:
+    joined(house, "a")
+    tensor = replace(LAYOUT.tensors[0], name="a\x1b[31m\n")
+    newcomer = house.learner("b", 2)
+    newcomer.wait(Beat)
+    welcome = newcomer.hello(Layout((tensor, *LAYOUT.tensors[1:])))
+    assert welcome.verdict == "notice"
+    assert "hello layout: a tensor's name" in welcome.reason
