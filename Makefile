@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 
-.PHONY: help run test check setup test-compose test-gpu test-fuzz clean
+.PHONY: help run test check setup test-compose test-gpu test-search test-fuzz clean
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -33,6 +33,9 @@ test-compose: setup ## the tests that need a Docker Engine; without one they are
 
 test-gpu: setup  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu
+
+test-search: setup ## property tests with ten times as many examples, others each time
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=search --timeout=3600
 
 test-fuzz: setup ## a minute of frames that nobody should send, at a live run
 	$(BIN)/pytest -m fuzz

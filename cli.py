@@ -9,14 +9,17 @@ import atexit
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import click
 
 from .common.config import PRESETS, BrokerConfig, LearnerConfig, RunSettings, TaskSettings, preset
 from .common.errors import DilocoError
-from .common.output import make_stdout_expendable, protect
+from .common.output import echo, make_stdout_expendable, protect
+from .common.printable import printable
 from .compose.environment import Group, from_environment, in_force, strangers
 from .compose.keys import keys
 from .compose.options import explicit, made_of, options_of
@@ -65,10 +68,10 @@ def group(context: click.Context, /, parent: int | None, **logging: Any) -> None
 
         die_with(parent)
     if said := strangers(group, os.environ):
-        click.echo(f"diloco: {said}", err=True)
+        echo(f"diloco: {said}", err=True)
     context.obj = {"terminal": parent is None, **logging}
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        echo(context.get_help())
 
 
 def _begin(context: click.Context, process: str, config: Any, **more: Any) -> None:
@@ -220,7 +223,7 @@ def ping(broker: str, key: Path | None, run: str, timeout_seconds: float, *, bea
     """
     from .monitor.ping import ping as send
 
-    click.echo(send(broker, key=key, run=run, wants_beat=beat, timeout_seconds=timeout_seconds))
+    echo(send(broker, key=key, run=run, wants_beat=beat, timeout_seconds=timeout_seconds))
     return 0
 
 
@@ -238,11 +241,11 @@ def status(run: str, redis: str | None, *, as_json: bool) -> int:
 
     now = find_source(run, redis).read()
     if as_json:
-        click.echo(json.dumps(now.figures()))
+        echo(json.dumps(now.figures()))
     else:
-        from rich.console import Console
+        from .monitor.console import PlainConsole
 
-        Console().print(table(now))
+        PlainConsole().print(table(now))
     return 0
 
 
@@ -273,7 +276,7 @@ def sample(run: str, prompt: str, length: int, seed: int) -> int:
     from .compose.results import sample_text
     from .monitor.folder import find
 
-    click.echo(sample_text(find(run), prompt, length, seed))
+    echo(sample_text(find(run), prompt, length, seed))
     return 0
 
 
@@ -288,7 +291,7 @@ def export(run: str, to: Path | None) -> int:
     from .compose.results import export_model
     from .monitor.folder import find, shown
 
-    click.echo(shown(export_model(find(run), to)))
+    echo(shown(export_model(find(run), to)))
     return 0
 
 
@@ -313,6 +316,7 @@ group.add_command(compare)
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command and end the process with its exit code."""
+    sys.excepthook = _crashed
     output, _ = protect()
     code = run_command(arguments)
     # All that matters is written, closed and joined by now. The interpreter would take torch's modules apart one by
@@ -337,8 +341,13 @@ def run_command(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def _crashed(kind: type[BaseException], wrong: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an error that no part expected, in which texts from outside may stand, too."""
+    echo("".join(traceback.format_exception(kind, wrong, trace)).rstrip("\n"), err=True)
+
+
 def _say(sentence: str, code: int) -> int:
-    click.echo(f"diloco: {' '.join(sentence.split())}", err=True)
+    echo(f"diloco: {printable(' '.join(sentence.split()))}", err=True)
     return code
 
 

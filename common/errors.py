@@ -13,11 +13,17 @@ DilocoError
 
 from __future__ import annotations
 
+from .printable import printable
+
 
 class DilocoError(Exception):
     """Root of all errors that this package raises on purpose. `exit_code` is what the command ends with."""
 
     exit_code = 1
+
+    def __init__(self, *words: object) -> None:
+        """The sentence is one line that can be printed, whatever was put into it: names, paths, causes."""
+        super().__init__(*(printable(" ".join(w.splitlines())) if isinstance(w, str) else w for w in words))
 
 
 class SettingError(DilocoError):

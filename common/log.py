@@ -30,6 +30,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from .errors import SettingError
+from .printable import printable
 
 CALM_SECONDS, CALM_LINES = 10.0, 3
 """In so many seconds the terminal gets so many lines of one kind of event about one learner. Warnings all pass."""
@@ -218,13 +219,6 @@ def _human_value(value: Any) -> str:
         bare = value and not any(c in ' "=\\' for c in value)
         return printable(value) if bare else '"' + printable(value).replace('"', r"\"") + '"'
     return printable(json.dumps(value, ensure_ascii=False))
-
-
-def printable(text: str) -> str:
-    """`text` without anything that moves the cursor, ends the line or turns the writing's direction."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def note_in_file(event: str, **fields: Any) -> None:

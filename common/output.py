@@ -14,6 +14,8 @@ import select
 import sys
 from typing import Any, TextIO
 
+from .printable import printable_lines
+
 STUCK_SECONDS = 5.0
 """How long a descriptor that does not block may take nothing before it counts as lost."""
 
@@ -120,6 +122,11 @@ def make_stdout_expendable() -> None:
     output = _under(sys.stdout)
     if output is not None:
         output.expendable = True
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print `text`, of one line or more, with nothing in it that controls a terminal."""
+    print(printable_lines(text), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def deliver(text: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
-from .log import printable
+from .printable import printable
 
 WAITING_EVENTS = 1_000
 """So many events wait for a store that is away; the newest stay."""

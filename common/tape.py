@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .errors import SettingError
-from .log import get_logger, printable
+from .log import get_logger
 
 VERSION = 1
 FOLDER = "tape"
@@ -39,7 +39,7 @@ class TapeWriter:
         """SettingError if the file cannot be made, or is there already: a tape is never written over."""
         path = folder / f"{name}.jsonl"
         if folder.exists() and not folder.is_dir():
-            raise SettingError(f"--tape {shown(folder)} is no folder; name one, or one that is not there yet")
+            raise SettingError(f"--tape {folder} is no folder; name one, or one that is not there yet")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file: TextIO | None = path.open("x", buffering=1)
@@ -96,23 +96,18 @@ def read_tape(place: Path) -> Tape:
     """
     folder = place.parent if place.is_file() else place / FOLDER if (place / FOLDER).is_dir() else place
     if not folder.is_dir():
-        raise SettingError(f"{shown(place)} is no folder with a tape; a run writes one into its folder with --tape")
+        raise SettingError(f"{place} is no folder with a tape; a run writes one into its folder with --tape")
     files = [file for path in sorted(folder.glob("*.jsonl")) if path.is_file() and (file := _read(path)) is not None]
     try:
         syncers = sorted((f for f in files if f["of"] == "syncer"), key=lambda f: int(f["epoch"]))
         chosen = [f for f in syncers if f.path == place] if place.is_file() else syncers
         if not chosen:
-            raise SettingError(f"{shown(place)} holds no syncer's tape (syncer-*.jsonl)")
+            raise SettingError(f"{place} holds no syncer's tape (syncer-*.jsonl)")
         syncer = chosen[-1]
         own = [f for f in files if f["of"] == "learner" and (f["epoch"], f["run"]) == (syncer["epoch"], syncer["run"])]
         return Tape(syncer, {(str(f["learner"]), int(f["incarnation"])): f for f in own})
     except BROKEN as wrong:
-        raise SettingError(f"{shown(folder)} holds no tape of version {VERSION}: {printable(str(wrong))}") from wrong
-
-
-def shown(path: Path) -> str:
-    """A path for a message, whatever its name is made of."""
-    return printable(str(path))
+        raise SettingError(f"{folder} holds no tape of version {VERSION}: {wrong}") from wrong
 
 
 def _read(path: Path) -> TapeFile | None:
@@ -127,7 +122,7 @@ def _read(path: Path) -> TapeFile | None:
     if not rows or rows[0]["what"] != "tape" or rows[0].get("version") != VERSION:
         theirs = rows[0].get("version") if rows else None
         raise SettingError(
-            f"{path} is a tape of version {printable(str(theirs))}, and this program reads version {VERSION}"
+            f"{path} is a tape of version {theirs}, and this program reads version {VERSION}"
             if theirs is not None
             else f"{path} is no tape"
         )

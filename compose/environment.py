@@ -17,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from ..common.errors import DilocoError
+from ..common.printable import printable
 
 PREFIX = "DILOCO_"
 PARTS = ("BROKER", "SYNCER", "LEARNER", "EVALUATOR", "REDIS")
@@ -111,7 +112,7 @@ def _named(ctx: click.Context, sentence: str) -> str:
             not times
             and isinstance(value, str | Path)
             and name != "run"  # a run's name is a word that may stand there by chance
-            and re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", sentence)
+            and re.search(rf"(?<!\w){re.escape(printable(str(value)))}(?!\w)", sentence)
         ):
             sentence = f"{sentence.removesuffix('.')} (from {variable(name)})"
     return sentence

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..common.errors import SettingError
-from ..common.output import deliver
+from ..common.output import deliver, echo
 from .environment import Group
 
 OUTPUT = Path("-")
@@ -35,7 +35,7 @@ NAME = click.option("--name", required=True, help="Its holder may be called NAME
 def keys(context: click.Context) -> None:
     """Make, list and take back the keys of those who may take part."""
     if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+        echo(context.get_help())
 
 
 @keys.command()
@@ -68,7 +68,7 @@ def new(keys: Path, out: Path | None, **about: Any) -> int:
         revoke(keys, **about)
         raise
     if place != OUTPUT:
-        click.echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
+        echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
     return 0
 
 
@@ -87,7 +87,7 @@ def list_keys(keys: Path) -> int:
     from ..common.keys import KeyRing
 
     for grant in KeyRing(keys).grants:
-        click.echo(f"{grant.run:<20} {grant.role:<10} {grant.name}".rstrip())
+        echo(f"{grant.run:<20} {grant.role:<10} {grant.name}".rstrip())
     return 0
 
 
@@ -103,7 +103,7 @@ def revoke(keys: Path, **about: Any) -> int:
     """
     from ..common.keys import revoke as take_back
 
-    click.echo(f"the key of {take_back(keys, **about)} is no longer taken")
+    echo(f"the key of {take_back(keys, **about)} is no longer taken")
     return 0
 
 
@@ -125,5 +125,5 @@ def init(folders: Path, run: str) -> int:
     from .credentials import init as make_missing
 
     made = make_missing(folders, run)
-    click.echo(f"keys for run {run}: {'made ' + ', '.join(made) if made else 'all are there'}")
+    echo(f"keys for run {run}: {'made ' + ', '.join(made) if made else 'all are there'}")
     return 0

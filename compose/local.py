@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rich.console import Console
-
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
 from ..common.output import deliver
+from ..monitor.console import PlainConsole
 from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
 from .house import House
@@ -37,7 +36,7 @@ def up(
 
     `told`: fields that stood on the command line.
     """
-    console = Console(stderr=config.as_json)
+    console = PlainConsole(stderr=config.as_json)
     with Wish() as wish:
         prepared = prepare(config, settings, task, told)
         with prepared.lock:
@@ -63,7 +62,7 @@ def _begin_log(prepared: Prepared, logging: Mapping[str, Any]) -> None:
         (prepared.folder.path / "summary.json").unlink()
 
 
-def _serve(house: House, wish: Wish, console: Console) -> None:
+def _serve(house: House, wish: Wish, console: PlainConsole) -> None:
     """Start the house and keep it until the end; then let it end in order."""
     if wish.stop:
         return
@@ -83,7 +82,7 @@ def _serve(house: House, wish: Wish, console: Console) -> None:
         display.close()
 
 
-def _greet(house: House, console: Console) -> None:
+def _greet(house: House, console: PlainConsole) -> None:
     settings, folder = house.prepared.setup.settings, house.folder
     port = house.redis.rpartition(":")[2].partition("/")[0]
     say = [f"run {settings.run} in {folder.name}, broker {house.broker}"]
@@ -93,7 +92,7 @@ def _greet(house: House, console: Console) -> None:
     say += [f"  or:           diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
     say += [f"  mind:         {sentence}" for sentence in settings.advice()]
     for sentence in say:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(sentence, soft_wrap=True)
     log.info("run_started", run=settings.run, broker=house.broker, pids=house.family.pids())
 
 
@@ -119,7 +118,7 @@ def _forget_if_never_begun(house: House) -> bool:
     return never_begun
 
 
-def _show(house: House, wish: Wish, console: Console) -> int:
+def _show(house: House, wish: Wish, console: PlainConsole) -> int:
     """Tables, pictures and the model's own words after a finished run; how to go on after a stopped one."""
     told = figures(house.folder)
     if house.finished and not wish.stop:
@@ -132,7 +131,7 @@ def _show(house: House, wish: Wish, console: Console) -> int:
         console.print("stopped before anything was trained; nothing is kept")
     else:
         how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"
-        console.print(f"stopped at step {told['steps']}; {how}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"stopped at step {told['steps']}; {how}", soft_wrap=True)
     if house.prepared.config.as_json:
         _deliver(json.dumps(figures(house.folder) if house.finished else told), house.folder.name)
     return 0

@@ -6,11 +6,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from ..common.config import LearnerConfig
 from ..common.errors import DilocoError, PeerLost
 from ..common.log import get_logger
+from ..monitor.console import PlainConsole
 from ..monitor.folder import RunFolder
 from .results import judge_final, show_results
 
@@ -35,7 +34,7 @@ def evaluate_and_report(config: LearnerConfig, data: Path | None, eval_every_sec
     def report() -> None:
         _wait_for_the_end(folder)
         judge_final(folder, data)
-        show_results(folder, Console())
+        show_results(folder, PlainConsole())
         log.info("reported", folder=folder.name)
 
     if is_finished(folder):

@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..common.errors import SettingError
+from ..monitor.console import PlainConsole
 from ..monitor.folder import RunFolder
 from ..monitor.outcome import outcome
 from ..monitor.status import find_source
@@ -41,7 +41,7 @@ def figures(folder: RunFolder) -> dict[str, Any]:
     return outcome(summary, asked=asked, faults=told.get("faults", 0), evaluations=folder.evaluations())
 
 
-def show_summary(told: Mapping[str, Any], console: Console) -> None:
+def show_summary(told: Mapping[str, Any], console: PlainConsole) -> None:
     """The figures as a table; what is not known is left out."""
     rows = Table(title=f"run {told['run']}", title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
     first, last = told["val_loss_first"], told["val_loss_last"]
@@ -65,15 +65,16 @@ def show_summary(told: Mapping[str, Any], console: Console) -> None:
     console.print(rows)
 
 
-def show_results(folder: RunFolder, console: Console) -> None:
+def show_results(folder: RunFolder, console: PlainConsole) -> None:
     """The end of a finished run: pictures, table, figures, and the model's own words."""
     write_pictures(folder)
     show_summary(figures(folder), console)
     console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
-    console.print(sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES), markup=False, highlight=False)
+    for line in sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES).split("\n"):
+        console.print(line)
     console.rule(style="dim")
     files = ", ".join(name for name in RESULTS if (folder.path / name).exists())
-    console.print(f"in {folder.name}: {files}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"in {folder.name}: {files}", soft_wrap=True)
 
 
 def write_pictures(folder: RunFolder) -> list[Path]:
@@ -152,13 +153,13 @@ def _current_model(folder: RunFolder) -> Path:
 
 def show_report(folder: RunFolder) -> int:
     """`diloco report`: the files, then the figures; of a run that is up, as they are now."""
-    console = Console()
+    console = PlainConsole()
     told = figures(folder)
     if folder.is_up():
         with suppress(SettingError):  # its store wants a password
             told = find_source(str(folder.path), None).read().figures()
     for path in write_pictures(folder):
-        console.print(RunFolder(path).name, markup=False, highlight=False, soft_wrap=True)
+        console.print(RunFolder(path).name, soft_wrap=True)
     if folder.setup().task is not None and not folder.evaluations():
         console.print("no loss.png: nobody has evaluated this run; `diloco evaluator` does so while it goes on")
     show_summary(told, console)

@@ -15,6 +15,7 @@ import click
 
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
+from ..common.output import echo
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, Link
 from .environment import Command, Group
 from .options import made_of, options_of, refuse
@@ -51,12 +52,12 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
     plan, model = made_of(GoodputPlan, given), made_of(FailureModel, given)
     steps, seed = plan.steps(model), plan.seed
     if sensitivity:
-        rows = cluster.sensitivity(model, steps=steps, seed=seed, said=lambda what: click.echo(what, err=True))
-        click.echo(json.dumps({"rows": rows}) if as_json else show.sensitivity(rows))
+        rows = cluster.sensitivity(model, steps=steps, seed=seed, said=lambda what: echo(what, err=True))
+        echo(json.dumps({"rows": rows}) if as_json else show.sensitivity(rows))
     elif table:
         cells = cluster.table_1(model, steps=steps, seed=seed)
         worst = cluster.worst_difference(cells)
-        click.echo(json.dumps({"cells": cells, "worst": worst}) if as_json else show.table_1(cells, worst))
+        echo(json.dumps({"cells": cells, "worst": worst}) if as_json else show.table_1(cells, worst))
     else:
         outcomes = cluster.beside_each_other(plan, model)
         figures: dict[str, Any] = {
@@ -65,7 +66,7 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
         hours = round(steps * model.step_seconds / 3600, 1)
         failed = cluster.outages(model, plan) if model.site_failures_a_year else None
         told = {"chips": plan.chips, "learners": plan.learners, "seed": seed, "hours": hours, "site_outages": failed}
-        click.echo(json.dumps(told | figures) if as_json else show.outcomes(plan, outcomes, hours, failed))
+        echo(json.dumps(told | figures) if as_json else show.outcomes(plan, outcomes, hours, failed))
     return 0
 
 
@@ -85,15 +86,13 @@ def bandwidth(*, table: bool, as_json: bool, **given: Any) -> int:
     if table:
         refuse((f.name for f in fields(Link)), "is for one link: --table has the paper's settings")
         cells = network.table_13()
-        click.echo(json.dumps({"cells": cells}) if as_json else show.table_13(cells))
+        echo(json.dumps({"cells": cells}) if as_json else show.table_13(cells))
         return 0
     link = made_of(Link, given)
     bits = network.BITS[link.codec_up]
     published: dict[str, float] = {method: network.published(link, method, bits) for method in network.METHODS}
     ours = network.this_system(link)
-    click.echo(
-        json.dumps({"published": published, "this_system": ours}) if as_json else show.link(link, published, ours)
-    )
+    echo(json.dumps({"published": published, "this_system": ours}) if as_json else show.link(link, published, ours))
     return 0
 
 
@@ -121,7 +120,7 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given:
     failures = made_of(FailureModel, {**given, "step_seconds": FailureModel.step_seconds})
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     told = running.run(plan, settings, task, failures, data=data, tape=tape, said=_progress(settings.steps))
-    click.echo(json.dumps(told) if as_json else show.run(told))
+    echo(json.dumps(told) if as_json else show.run(told))
     return 0
 
 
@@ -143,7 +142,7 @@ def replay(tape: Path, data: Path | None, *, decisions: bool, as_json: bool) -> 
     read = read_tape(tape)
     merges = sum(row["what"] == "merged" for row in read.syncer.rows)
     verdict = again.replay_decisions(read) if decisions else again.replay(read, data, _progress(merges, "merge"))
-    click.echo(json.dumps(vars(verdict)) if as_json else show.verdict(verdict))
+    echo(json.dumps(vars(verdict)) if as_json else show.verdict(verdict))
     return 0
 
 
@@ -155,7 +154,7 @@ def _progress(total: int, unit: str = "step") -> Callable[[int], None]:
         nonlocal said_at
         if time.monotonic() - said_at >= 1:
             said_at = time.monotonic()
-            click.echo(f"{unit} {done} of {total}", err=True)
+            echo(f"{unit} {done} of {total}", err=True)
 
     return say
 
@@ -197,11 +196,11 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
         if as_json:
             listed = [{"suite": each.name, "asks": each.asks, "cells": len(each.cells), "seeds": each.seeds,
                        "core_hours": round(each.core_hours, 3)} for each in suites]  # fmt: skip
-            click.echo(json.dumps({"suites": listed}))
+            echo(json.dumps({"suites": listed}))
             return 0
         for each in suites:
             size = f"{len(each.cells)} cells, {each.seeds} seeds, about {each.core_hours:.1g} core-hours"
-            click.echo(f"{each.name}: {each.asks} ({size})")
+            echo(f"{each.name}: {each.asks} ({size})")
         return 0
     for option, value, most in (("--seeds", seeds, 1000), ("--jobs", jobs, 1000), ("--minutes", minutes, 1e6)):
         if not 0 <= value <= most:
@@ -210,21 +209,21 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
     for wanted in map(suite, SUITES if given["suite"] == "full" else [given["suite"]]):
         results, untrained = comparing.run(
             wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
-            minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: click.echo(sentence, err=True),
+            minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: echo(sentence, err=True),
         )  # fmt: skip
         failed += untrained
         if any(results.missing(seeds or wanted.seeds)):
-            click.echo(f"{wanted.name}: {results.left(seeds or wanted.seeds)}; the same command goes on", err=True)
+            echo(f"{wanted.name}: {results.left(seeds or wanted.seeds)}; the same command goes on", err=True)
         if not results.rows:
             continue
         paths = comparing.write(results, out)
         found = [each.to_json() for each in differences(wanted, results.rows)]
         told.append({"suite": wanted.name, "rows": results.rows, "differences": found})
         if not as_json:
-            click.echo(markdown(wanted, results.rows))
-            click.echo("in " + ", ".join(map(str, paths)))
+            echo(markdown(wanted, results.rows))
+            echo("in " + ", ".join(map(str, paths)))
     if as_json:
-        click.echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0] if told else {}))
+        echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0] if told else {}))
     if failed:
         raise DilocoError(f"{len(failed)} could not be trained, the first is {failed[0]}; the rest is kept in {out}")
     return 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import SettingError
-from ..common.log import printable
+from ..common.printable import printable
 from .inventory import Optimizers, as_list
 from .replica import cuda_event
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..common.errors import SettingError
+from ..common.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +77,7 @@ def check_there(path: Path | None) -> None:
     try:
         path.stat()
     except OSError as wrong:
-        raise _unreadable(shown(path), wrong) from wrong
+        raise _unreadable(str(path), wrong) from wrong
 
 
 def _unreadable(source: str, wrong: OSError) -> SettingError:
@@ -88,7 +89,7 @@ def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
 
     SettingError, naming the place, if it cannot be read or holds fewer bytes than one sequence and its last target.
     """
-    source = "the standard library" if path is None else shown(path)
+    source = "the standard library" if path is None else printable(str(path))
     try:
         pieces = list(_standard_library() if path is None else _own_text(path))
     except OSError as wrong:
@@ -103,11 +104,6 @@ def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
             f"{sequence_length + 1}; give --data more text, or take shorter sequences"
         )
     return Corpus(source=source, train=train, held_out_a=a, held_out_b=b, holds_out=holds_out)
-
-
-def shown(path: Path) -> str:
-    """`path` as printable text, whatever bytes its name is made of."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _joined(texts: Iterable[bytes]) -> Bytes:
@@ -133,7 +129,7 @@ def _part_of(module: str) -> str:
 def _own_text(path: Path) -> Iterator[tuple[str, bytes]]:
     """(part, bytes) of the pieces of each file, in the order of their paths; hidden files are left out."""
     if path.exists() and not path.is_dir() and not path.is_file():
-        raise SettingError(f"{shown(path)} is neither a file nor a folder; give --data one of them")
+        raise SettingError(f"{path} is neither a file nor a folder; give --data one of them")
     for file in _files(path) if path.is_dir() else [path]:
         text = file.read_bytes()
         a = len(text) - 2 * (len(text) // HELD_OUT_ONE_IN)

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
+from ..common.printable import printable
 
 RUNS = Path("runs")
 """Where runs are made and looked for, under the working directory."""
@@ -250,8 +251,7 @@ def all_runs() -> list[RunFolder]:
 def shown(path: Path) -> str:
     """`path` as a person would type it (relative where that is shorter), printable whatever bytes it is made of."""
     path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(str(path))
 
 
 def write_json(path: Path, rows: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.log import get_logger
+from ..common.printable import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,7 @@ TEXT = "text.json"
 COLUMNS = ("seconds", "t", "part", "size", "val_loss", "cpu_seconds")
 REPORTED_PART = "B"
 """The held-out part that stands in summaries. The other, A, is there to choose settings by."""
+LETTERS = 160
 LINE, MARK = "#1f5fa8", "#8a8a8a"
 
 
@@ -116,9 +118,9 @@ def draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     if text:
-        origin = f"{text['source']}, {text['tokens'] / 1e6:.1f} million bytes, sha256 {text['sha256'][:12]}"
-        plain = origin.encode("ascii", "replace").decode()  # the font has not every letter that a path may have
-        figure.text(0.995, 0.005, plain, ha="right", va="bottom", fontsize=7, color=MARK, parse_math=False)
+        source, million = _in_the_font(text["source"]), text["tokens"] / 1e6
+        origin = f"{source}, {million:.1f} million bytes, sha256 {_in_the_font(text['sha256'])[:12]}"
+        figure.text(0.995, 0.005, origin, ha="right", va="bottom", fontsize=7, color=MARK, parse_math=False)
     aside = path.with_name(path.name + ".tmp")
     figure.savefig(aside, format="png")
     aside.replace(path)
@@ -130,10 +132,15 @@ def _draw_marks(axes: Axes, baselines: dict[str, float], last_step: int) -> None
     for name, nats in baselines.items():
         axes.axhline(nats, color=MARK, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
-            f"{name} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
-            ha="right", va="bottom", fontsize=9, color="#5a5a5a", zorder=5,
+            f"{_in_the_font(name)[:20]} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
+            ha="right", va="bottom", fontsize=9, color="#5a5a5a", zorder=5, parse_math=False,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
+
+
+def _in_the_font(text: str) -> str:
+    """The font has not every letter that a path may have, and the picture not room for every length."""
+    return printable(text).encode("ascii", "replace").decode()[:LETTERS]
 
 
 def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:

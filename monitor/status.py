@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import DilocoError, SettingError
-from ..common.log import printable
+from ..common.printable import printable
 from ..common.registry import list_runs, read_status
 from .folder import RunFolder, all_runs, find
 from .outcome import REPORTED_PART, outcome

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..common.output import stdout_failure
+from .console import PlainConsole, styled
 from .status import Now, Source
 
 LINE_SECONDS = 10.0
@@ -44,7 +45,7 @@ class LiveDisplay:
     """A picture that is drawn anew in its place."""
 
     def __init__(self, console: Console) -> None:
-        self._picture: RenderableType = Text("starting")
+        self._picture: RenderableType = styled("starting")
         self._notes: list[str] = []
         self._live = Live(self._picture, console=console, auto_refresh=False)
         self._live.start()
@@ -59,7 +60,7 @@ class LiveDisplay:
         self._draw()
 
     def _draw(self) -> None:
-        self._live.update(Group(self._picture, *(Text(note, "yellow") for note in self._notes)), refresh=True)
+        self._live.update(Group(self._picture, *(styled(note, "yellow") for note in self._notes)), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -81,7 +82,7 @@ class PlainDisplay:
             self.note(line(now))
 
     def note(self, sentence: str) -> None:
-        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(sentence, soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -89,7 +90,7 @@ class PlainDisplay:
 
 def follow(source: Source) -> int:
     """Show a run until it is over, Ctrl-C, or nothing more can be shown; the exit code."""
-    display = open_display(Console())
+    display = open_display(PlainConsole())
     try:
         while (now := source.read()).state not in OVER and stdout_failure() is None:  # unseen, there is no more to do
             display.show(now)
@@ -121,14 +122,14 @@ def line(now: Now) -> str:
 def picture(now: Now) -> RenderableType:
     """The run as a bar, one line of figures, and its learners."""
     if not now.steps:
-        return Text(f"{now.run} is starting")
+        return styled(f"{now.run} is starting")
     figures = now.figures_so_far
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        Text(now.run, "bold"),
+        styled(now.run, "bold"),
         ProgressBar(total=max(1, now.steps), completed=now.t, width=20),
         f"step {now.t}/{now.steps}",
-        Text(now.state, "cyan"),
+        styled(now.state, "cyan"),
         "" if now.state in OVER else f"{duration(now.seconds_left)} left",
     )
     row = Text.assemble(
@@ -136,7 +137,7 @@ def picture(now: Now) -> RenderableType:
         "   tokens/s ", (_number(now.tokens_per_second, ",.0f"), "bold"),
         "   merges ", (_number(figures.get("merges"), ","), "bold"), "   faults ", (str(now.faults), "bold"),
     )  # fmt: skip
-    warnings = [Text(text, "yellow") for text in _warnings(now)]
+    warnings = [styled(text, "yellow") for text in _warnings(now)]
     return Group(bar, row, *warnings, *([_learners(now)] if now.learners else []))
 
 
@@ -153,10 +154,10 @@ def table(now: Now) -> RenderableType:
     figures = Table.grid(padding=(0, 2))
     for name, value in now.figures().items():
         if name not in IN_THE_PICTURE and value not in (None, ""):
-            figures.add_row(Text(name, "dim"), Text(f"{value:,}" if isinstance(value, int) else str(value)))
+            figures.add_row(styled(name, "dim"), styled(f"{value:,}" if isinstance(value, int) else str(value)))
     if now.saving and now.saving not in now.troubles:
-        figures.add_row(Text("saved", "dim"), now.saving)
-    pids = Text(", ".join(f"{name} {pid}" for name, pid in now.processes.items()), "dim")
+        figures.add_row(styled("saved", "dim"), now.saving)
+    pids = styled(", ".join(f"{name} {pid}" for name, pid in now.processes.items()), "dim")
     return Group(picture(now), figures, *([Text.assemble("processes: ", pids)] if now.processes else []))
 
 
@@ -179,7 +180,7 @@ def _learner(row: Mapping[str, Any]) -> list[Text | str]:
     state, step = str(row.get("state", "")), row.get("step_seconds")
     return [
         str(row["name"]),
-        Text(state, STATES.get(state, "")),
+        styled(state, STATES.get(state, "")),
         f"{row.get('local_steps', 0):,}",
         _number(1000 * step if step else None, ".0f"),
         _number(row.get("loss"), ".3f"),

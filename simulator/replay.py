@@ -20,7 +20,6 @@ from ..common.codec import digest
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
-from ..common.log import printable
 from ..common.tape import BROKEN, Row, Tape, TapeFile
 from ..common.wire import Call
 from ..learner.desk import Joined
@@ -58,7 +57,7 @@ def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _
     try:
         return _Replay(tape, data, said).run()
     except BROKEN as wrong:
-        raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({_printable(wrong)})") from wrong
+        raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({wrong!r})") from wrong
 
 
 def replay_decisions(tape: Tape) -> Verdict:
@@ -143,8 +142,8 @@ class _Replay:
             ours, theirs = getattr(answer, name), row.get(name)
             if ours != theirs:
                 raise SettingError(
-                    f"{self._tape.syncer.path}, line {number}: the answer of {printable(str(key[0]))} has {name} "
-                    f"{printable(str(theirs))} on the tape and {ours} when it is trained anew"
+                    f"{self._tape.syncer.path}, line {number}: the answer of {key[0]} has {name} "
+                    f"{theirs} on the tape and {ours} when it is trained anew"
                 )
         return answer.vector
 
@@ -263,7 +262,7 @@ class _Life:
                 self._boundary(number, row, world)
             except BROKEN as wrong:
                 raise SettingError(
-                    f"{self.file.path}, line {number}: no step boundary that can be done again ({_printable(wrong)})"
+                    f"{self.file.path}, line {number}: no step boundary that can be done again ({wrong!r})"
                 ) from wrong
         return list(self._answers.pop(wanted))
 
@@ -308,10 +307,6 @@ class _Life:
 
 def _complete(tape: Tape) -> bool:
     return any(row["what"] == "end" for row in tape.syncer.rows)
-
-
-def _printable(wrong: BaseException) -> str:
-    return printable(repr(wrong))
 
 
 def _task(file: TapeFile) -> TaskSettings:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..common.errors import SettingError
+from ..common.printable import printable
 from . import folders
 
 
@@ -19,8 +20,8 @@ class OwnedDirectory:
 
     @property
     def printable(self) -> str:
-        """The directory as it can be printed anywhere, also if its name is not valid UTF-8."""
-        return os.fsencode(self.directory).decode("utf-8", "backslashreplace")
+        """The directory as it can be printed anywhere, whatever its name is made of."""
+        return printable(str(self.directory))
 
     @property
     def is_locked(self) -> bool:

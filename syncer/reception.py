@@ -8,7 +8,7 @@ import torch
 
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
-from ..common.log import printable
+from ..common.printable import printable
 from ..common.wire import Alive, Delta, Goodbye, Hello, Seed, Welcome
 from .blocked import SURE_SECONDS, Reason
 from .export import read_model

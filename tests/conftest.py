@@ -1,10 +1,13 @@
-"""For all tests: one thread of torch. Several on a busy machine wait for one another and make tiny models very slow."""
+"""For all tests: one thread of torch, since several wait for one another on a busy machine; and property tests that try
+the same examples each time (searching.py).
+"""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import searching  # noqa: F401 its profiles
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

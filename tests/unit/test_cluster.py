@@ -28,6 +28,7 @@ from decoupled_diloco.simulator.trained import Trained
 from decoupled_diloco.syncer.rounds import Merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import examples
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
 
@@ -52,7 +53,7 @@ def lines(folder: Path) -> dict[str, str]:
 
 
 # --- a function of its seed ------------------------------------------------------------------------------------------
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     st.integers(0, 1000),
     st.builds(

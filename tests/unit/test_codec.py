@@ -29,6 +29,7 @@ from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import ALIGN, Fragment, Layout, TensorSpec, balanced_plan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from searching import examples
 from torch import Tensor
 
 QUANTIZED = ("int8", "int4")
@@ -160,7 +161,7 @@ def wild_blocks() -> st.SearchStrategy[Tensor]:
 @example(values=torch.full((ALIGN,), 1e-28), codec="int8")
 @example(values=torch.tensor([1e30] + [1e-3] * 127), codec="int4")
 @example(values=torch.tensor([1e-3] * 255 + [-1e30]), codec="int8")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_no_element_is_further_off_than_half_its_blocks_scale(values: Tensor, codec: str) -> None:
     payload, delta = carried(codec, values)
     assert delta.isfinite().all()
@@ -170,7 +171,7 @@ def test_no_element_is_further_off_than_half_its_blocks_scale(values: Tensor, co
 
 
 @given(values=wild_blocks())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_what_four_bits_carried_once_they_carry_again_without_a_loss(values: Tensor) -> None:
     payload, once = carried("int4", values)
     again, twice = carried("int4", once)
@@ -204,7 +205,7 @@ def test_an_outlier_costs_its_own_block_and_no_other(codec: str) -> None:
     codec=st.sampled_from(CODECS),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_tensors_of_any_shape_come_through_and_the_holes_between_them_stay_zero(
     shapes: list[tuple[int, ...]], codec: str, seed: int
 ) -> None:
@@ -232,7 +233,7 @@ def flat(fragment: Fragment, tensors: dict[str, Tensor]) -> Tensor:
 
 # --- the same bits everywhere ----------------------------------------------------------------------------------------
 @given(step=wild_blocks(), seed=st.integers(0, 2**31), codec=st.sampled_from(CODECS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_sender_and_receiver_of_a_step_hold_the_same_bits(step: Tensor, seed: int, codec: str) -> None:
     public = noise(len(step), seed)
     public[::5] = -0.0
@@ -447,7 +448,7 @@ def test_a_payload_may_be_a_tensor_as_well_as_bytes() -> None:
 
 
 @given(data=st.data(), codec=st.sampled_from(CODECS), blocks=st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_bytes_give_finite_values_or_a_refusal_and_both_receivers_agree(
     data: st.DataObject, codec: str, blocks: int
 ) -> None:

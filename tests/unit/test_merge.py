@@ -15,6 +15,7 @@ from decoupled_diloco.common.fragments import Fragment, Layout, TensorSpec, bala
 from decoupled_diloco.syncer.merge import merge, norm, token_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import examples
 from torch import Tensor
 
 
@@ -50,7 +51,7 @@ def expected(fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[flo
     weights=st.lists(st.floats(1e-3, 1e12), min_size=6, max_size=6),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_the_merge_is_the_formula_of_the_paper_tensor_by_tensor(
     sizes: list[float], weights: list[float], seed: int
 ) -> None:

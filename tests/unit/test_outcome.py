@@ -14,11 +14,12 @@ import pytest
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.compose.results import show_summary
+from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.folder import RunFolder, Setup, find
 from decoupled_diloco.monitor.outcome import outcome, validation
 from decoupled_diloco.monitor.status import Now, Source
 from decoupled_diloco.monitor.watch import duration, line, open_display, picture, size, table
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 
 def learner(name: str, **more: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def test_a_run_that_starts_and_one_that_trains_fit_on_a_line() -> None:
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_display_shows_the_run_and_what_happens_to_it(*, terminal: bool) -> None:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
+    console = PlainConsole(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)
     display = open_display(console)
     now = Now(run="it", state="running", t=5, steps=10, learners=[learner("a", state="live", loss=2.5)])
     display.show(now)
@@ -97,7 +98,7 @@ def test_a_display_shows_the_run_and_what_happens_to_it(*, terminal: bool) -> No
 
 
 def drawn(what: RenderableType) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console = PlainConsole(file=io.StringIO(), width=80, color_system=None)
     console.print(what)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
@@ -145,7 +146,7 @@ def test_checkpoints_that_succeed_are_a_row_of_the_status_and_no_trouble() -> No
 
 def test_figures_that_are_not_known_are_left_out() -> None:
     told = outcome({"run": "it"}, asked=[], faults=0, evaluations=[])
-    console = Console(file=io.StringIO(), width=80)
+    console = PlainConsole(file=io.StringIO(), width=80)
     show_summary(told, console)
     assert isinstance(console.file, io.StringIO)
     assert [line.split() for line in console.file.getvalue().splitlines()] == [["run", "it"], ["faults", "0"]]

@@ -13,6 +13,7 @@ from decoupled_diloco.syncer.merge import merge
 from decoupled_diloco.syncer.outer import outer_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from searching import examples
 from torch import Tensor
 
 WEIGHT, BIAS = (TensorSpec(name=str(shape), shape=shape, dtype="float32") for shape in ((127, 131), (131,)))
@@ -87,7 +88,7 @@ def lone_round(public: Tensor, anchor: Tensor, theta: Tensor) -> Tensor:
 
 
 @given(seed=st.integers(0, 2**31), apart=st.floats(-9, 4), size=st.floats(-6, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_a_lone_learner_gets_its_own_parameters_back_within_one_unit_in_the_last_place(
     seed: int, apart: float, size: float
 ) -> None:

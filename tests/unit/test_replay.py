@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoupled_diloco.cli import run_command
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.common.tape import TapeWriter, read_tape
@@ -16,8 +17,10 @@ from decoupled_diloco.simulator.replay import Verdict, replay, replay_decisions
 from decoupled_diloco.simulator.running import run
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
 from decoupled_diloco.syncer import screen
+from hostile import ALL_AT_ONCE, check_shown
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searching import examples
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
 
@@ -227,10 +230,10 @@ def test_a_tape_is_not_written_over(tmp_path: Path) -> None:
 
 
 # --- anything at all -------------------------------------------------------------------------------------------------
-VALUES: list[Any] = [None, -1, 10**30, "x", "\ud800", [], {}, [[1]], float("nan"), True]
+VALUES: list[Any] = [None, -1, 10**30, "x", "\ud800", ALL_AT_ONCE, [], {}, [[1]], float("nan"), True]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_tape_with_any_field_changed_is_the_same_or_one_sentence(
     taped: tuple[Path, dict[str, Any]], tmp_path: Path, data: st.DataObject
@@ -254,3 +257,23 @@ def test_a_tape_with_any_field_changed_is_the_same_or_one_sentence(
         except SettingError as wrong:
             said = str(wrong)
         assert said.isprintable()
+
+
+def test_hostile_text_in_any_field_of_a_tape_gives_a_sentence_that_can_be_printed(
+    taped: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {path.name: path.read_text() for path in sorted(taped[0].iterdir())}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    refused = 0
+    for name, text in texts.items():
+        rows = [json.loads(line) for line in text.splitlines()]
+        first = {row["what"]: number for number, row in reversed(list(enumerate(rows)))}
+        for at, field in [(number, key) for number in first.values() for key in rows[number]]:
+            spoilt = [*rows[:at], rows[at] | {field: ALL_AT_ONCE}, *rows[at + 1 :]]
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in spoilt))
+            refused += run_command(["replay", "--decisions", str(tmp_path)]) == 2
+            out, err = capsys.readouterr()
+            check_shown(out + err)
+        (tmp_path / name).write_text(text)
+    assert refused > 20

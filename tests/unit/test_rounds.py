@@ -16,6 +16,7 @@ from decoupled_diloco.syncer.rounds import Action, Answer, Called, Drained, Lost
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from searching import examples
 
 P = 4
 SIZES = [100, 10, 33, 7]
@@ -670,6 +671,6 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 AnyOrder.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(100), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
 TestAnyOrder = pytest.mark.timeout(120)(AnyOrder.TestCase)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.learner.text import Corpus, baselines, batches, load_corpus, shown
+from decoupled_diloco.learner.text import Corpus, baselines, batches, load_corpus
 
 LENGTH = 16
 
@@ -150,4 +150,6 @@ def test_a_path_that_is_not_utf8_can_be_read_and_shown(tmp_path: Path) -> None:
     with pytest.raises(SettingError) as refused:
         load_corpus(written(path, b"x"), LENGTH)
     assert "\\xff" in str(refused.value)
-    shown(path).encode()
+    source = load_corpus(written(path, b"x" * 1000), LENGTH).source
+    assert source.endswith("/\\xff \U0001f600.txt")
+    source.encode()

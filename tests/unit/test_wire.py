@@ -40,6 +40,7 @@ from decoupled_diloco.common.wire import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from searching import examples
 from transport import delta
 
 # --- any message at all ----------------------------------------------------------------------------------------------
@@ -107,9 +108,10 @@ def messages(draw: st.DrawFn, kind: str) -> Message:
     return cls(**values)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", sorted(MESSAGES))
 def test_every_message_comes_back_as_it_was_sent_under_a_topic_that_ends_in_a_delimiter(kind: str) -> None:
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @settings(max_examples=examples(20), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
     @given(messages(kind))
     def comes_back(message: Message) -> None:
         frames = encode(message)
@@ -123,7 +125,7 @@ def test_every_message_comes_back_as_it_was_sent_under_a_topic_that_ends_in_a_de
     comes_back()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.binary(max_size=200), max_size=5), st.sampled_from(sorted(MESSAGES)), st.booleans())
 def test_random_frames_are_malformed_and_nothing_else(frames: list[bytes], kind: str, under_a_topic: bool) -> None:
     if under_a_topic and frames:
@@ -132,7 +134,7 @@ def test_random_frames_are_malformed_and_nothing_else(frames: list[bytes], kind:
         decode(frames)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_a_genuine_message_with_a_few_bytes_changed_is_malformed_or_still_whole(data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in encode(delta(payload=b"\x01" * 50))]
