@@ -141,11 +141,10 @@ def syncer(context: click.Context, /, **given: Any) -> int:
 
     It goes on where its folder stands, and ends with the run.
     """
-    from .compose.standalone import check_store, syncer_config
+    from .compose.standalone import syncer_config
 
-    if given["redis"] and context.obj["terminal"]:  # for its own children `diloco up` has looked
-        check_store(given["redis"])
-    config = syncer_config(given, explicit(context))
+    is_child = not context.obj["terminal"]  # for its own children `diloco up` has looked
+    config = syncer_config(given, explicit(context), redis_is_checked=is_child)
     _begin(context, "syncer", config)
     from .syncer.__main__ import main as run_syncer
 

@@ -11,7 +11,9 @@ No error and no log line shows a password: what quotes a URL quotes `redact_url`
 from __future__ import annotations
 
 import re
+import socket
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -28,6 +30,11 @@ SAVE_SECONDS = 30.0
 """For a store that is told to end: it writes all that it holds before."""
 FAILURES = (redis.RedisError, OSError, ValueError)
 """All that a call may raise because of the store: ValueError is what a host name of 300 characters gives."""
+CLUSTER = (
+    redis.exceptions.AskError, redis.exceptions.ClusterCrossSlotError, redis.exceptions.ClusterDownError,
+    redis.exceptions.MovedError, redis.exceptions.TryAgainError,
+)  # fmt: skip
+"""What only a cluster answers."""
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _ALLOWED = ("db", "password_file", "ssl_cert_reqs", "ssl_check_hostname", *_FILES)
 
@@ -44,9 +51,11 @@ def redact_url(url: str) -> str:
     return scheme + mark + re.sub(r"(?i)(password=)[^&]*", r"\1***", place)
 
 
-def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS) -> Any:
+def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS, *, keep_connection: bool = False) -> Any:
     """A client (`redis.Redis`, texts decoded) that has not connected yet, tries once and waits TIMEOUT_SECONDS at most,
     for an answer `answer_seconds`.
+
+    `keep_connection`: all commands go over one connection, the client's `connection`, which the first of them opens.
 
     SettingError if the URL is not one of the forms above, or a file that it names cannot be read.
     """
@@ -69,6 +78,7 @@ def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS) -> Any:
         decode_responses=True,
         encoding_errors="replace",
         protocol=2,
+        single_connection_client=keep_connection,
         **password,
     )
 
@@ -108,30 +118,43 @@ def explain(url: str, wrong: Exception) -> DilocoError:
             f"authentication failed at {place}: {said} Check user and password; "
             "in the URL the password must be percent-encoded, in ?password_file=PATH it stands as it is"
         )
-    if isinstance(wrong, redis.exceptions.NoPermissionError):
+    if is_forbidden(wrong):
         return SettingError(f"the user of {place} may not do this: {said}")
+    if isinstance(wrong, CLUSTER):
+        return SettingError(
+            f"Redis at {place} is a cluster, and all keys of a run must be at one server: give one that is none "
+            "by --redis (cluster-enabled no), or leave --redis out"
+        )
+    if isinstance(wrong, redis.exceptions.ReadOnlyError):
+        return SettingError(f"Redis at {place} is a replica, which takes no writes; give its primary's address")
     if "DB index" in said:
         return SettingError(f"the database number of {place} is not one of this server: {said}")
     if "CERTIFICATE_VERIFY_FAILED" in said:
         return SettingError(
             f"the TLS certificate of {place} is not trusted: {said}; name its authority with ?ssl_ca_certs=/path/ca.pem"
         )
-    if _is_tls(wrong):
+    if any(isinstance(cause, ssl.SSLError) for cause in _causes(wrong)):
         return SettingError(
             f"no TLS connection to {place}: {said}; a server without TLS is named redis://, not rediss://"
         )
     if isinstance(wrong, redis.ResponseError):
         return DilocoError(f"Redis at {place} refuses: {said[:300]}")
+    if any(isinstance(cause, socket.gaierror) for cause in _causes(wrong)):
+        return PeerLost(f"no Redis answers at {place}: host name {urlsplit(url).hostname} cannot be resolved")
     tls = " with TLS" if url.startswith("rediss:") else ""
     return PeerLost(f"no Redis answers at {place}: {said.rstrip('.')}; is it running{tls}?")
 
 
-def _is_tls(wrong: BaseException | None) -> bool:
+def is_forbidden(wrong: Exception) -> bool:
+    """The user lacks a right; for EXEC the server says so in other words than for all other commands."""
+    return isinstance(wrong, redis.exceptions.NoPermissionError) or "NOPERM" in str(wrong)
+
+
+def _causes(wrong: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came of."""
     while wrong is not None:
-        if isinstance(wrong, ssl.SSLError):
-            return True
+        yield wrong
         wrong = wrong.__cause__ or wrong.__context__
-    return False
 
 
 def _options(url: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
 from ..common.output import deliver
+from ..common.registry_check import store_advice
 from ..monitor.console import PlainConsole
 from ..monitor.status import Source
 from ..monitor.watch import Display, open_display
@@ -90,7 +91,7 @@ def _greet(house: House, console: PlainConsole) -> None:
     if house.prepared.config.redis is None:
         say += [f"  look inside:  redis-cli -p {port} HGETALL dd:{settings.run}:run"]
     say += [f"  or:           diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
-    say += [f"  mind:         {sentence}" for sentence in settings.advice()]
+    say += [f"  mind:         {sentence}" for sentence in (*settings.advice(), *store_advice(house.redis))]
     for sentence in say:
         console.print(sentence, soft_wrap=True)
     log.info("run_started", run=settings.run, broker=house.broker, pids=house.family.pids())

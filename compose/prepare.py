@@ -12,7 +12,7 @@ from typing import IO
 from ..common.config import RunSettings, TaskSettings, flag
 from ..common.errors import SettingError
 from ..common.fragments import balanced_plan
-from ..common.registry import check_connection
+from ..common.registry_check import check_store
 from ..monitor.folder import RUNS, RunFolder, Setup, find
 from .ports import BROKER_PORTS, broker_port, check_free, is_taken, port_of
 from .settings import UpConfig
@@ -42,7 +42,7 @@ def prepare(config: UpConfig, settings: RunSettings, task: TaskSettings, told: C
     if "run" not in told:
         settings = replace(settings, run=new_name())
     config.check(settings)
-    config = _with_ports(config)
+    config = _with_ports(config, settings.run)
     data_hash = check_data(config.data, task)
     check_fragments(settings, task)
     setup = Setup(settings=settings, task=task, data_hash=data_hash, local=config.remembered())
@@ -73,7 +73,7 @@ def _resume(path: Path, config: UpConfig, settings: RunSettings, task: TaskSetti
         )
     if check_data(config.data, setup.task) != setup.data_hash:
         raise SettingError(f"the text is not the one that {folder.name} began with; give --data the old one")
-    config = _with_ports(_where_it_was(folder, config))
+    config = _with_ports(_where_it_was(folder, config), setup.settings.run)
     lock = _lock(folder)
     folder.raise_steps(steps)
     return Prepared(folder=folder, setup=folder.setup(), config=config, fresh=False, lock=lock)
@@ -130,9 +130,9 @@ def _where_it_was(folder: RunFolder, config: UpConfig) -> UpConfig:
     return config
 
 
-def _with_ports(config: UpConfig) -> UpConfig:
+def _with_ports(config: UpConfig, run: str) -> UpConfig:
     if config.redis is not None:
-        check_connection(config.redis)
+        check_store(config.redis, run)
     elif config.redis_port:
         check_free("--redis-port", config.redis_port)
     return replace(config, broker_port=broker_port(config.broker_port))

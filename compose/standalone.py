@@ -10,16 +10,17 @@ from ..common.config import RunSettings, SyncerConfig, TaskSettings, preset
 from ..common.errors import DilocoError, SettingError
 from ..common.holding import held_key, run_of
 from ..common.keys import Key
-from ..common.registry import check_connection
+from ..common.registry_check import check_store
 from ..monitor.folder import RUNS, RunFolder, Setup
 from .options import made_of
 from .prepare import check_data, check_fragments, refuse_changes
 
 
-def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConfig:
+def syncer_config(given: Mapping[str, Any], told: Collection[str], *, redis_is_checked: bool = False) -> SyncerConfig:
     """The configuration of one syncer; a folder that holds no run yet becomes this run's.
 
-    `told`: the fields that stood on the command line. SettingError where they are wrong or another run's.
+    `told`: the fields that stood on the command line. SettingError where they are wrong or another run's, or where the
+    store cannot show the run (unless that `redis_is_checked`).
     """
     path: Path | None = given["directory"]
     key = held_key(given["key"], "syncer")
@@ -28,7 +29,10 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
     given |= {name: value for name, value in changes.items() if name not in told}
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     place = path or RUNS / settings.run
-    if (place / "settings.json").exists():
+    is_there = (place / "settings.json").exists()
+    if given["redis"] and not redis_is_checked:
+        _check_redis(given["redis"], RunFolder.open(place).setup().settings.run if is_there else settings.run)
+    if is_there:
         if changes:
             raise SettingError(f"{place} goes on with its run's own settings; leave --preset out")
         _check_kind(RunFolder.open(place), given, told)
@@ -53,12 +57,12 @@ def syncer_config(given: Mapping[str, Any], told: Collection[str]) -> SyncerConf
     )
 
 
-def check_store(url: str) -> None:
-    """SettingError if the store lets nobody in like that. One that is away is no reason to wait, since it is only a
-    view: the registry tells of it, and fills it when it is there.
+def _check_redis(url: str, run: str) -> None:
+    """SettingError if the store cannot show the run. One that is away is no reason to wait, since it is only a view:
+    the registry tells of it, and fills it when it is there.
     """
     try:
-        check_connection(url)
+        check_store(url, run)
     except SettingError:
         raise
     except DilocoError:

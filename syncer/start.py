@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..common.errors import SettingError
+from ..common.registry_check import store_advice
 from .checkpoint import Restored
 from .export import check_model_file
 from .figures import Figures
@@ -39,7 +40,8 @@ def begin(parts: Parts, run: Run, stopped: Callable[[], bool]) -> bool:
         _resume(parts, run, restored, survey)
     step = run.served.rounds.t if run.served else 0
     teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
-    for sentence in run.settings.advice():
+    redis = parts.config.redis
+    for sentence in (*run.settings.advice(), *(store_advice(redis) if redis is not None else ())):
         teller.warn("advice", sentence=sentence)
     return True
 

@@ -15,10 +15,12 @@ from urllib.parse import quote
 import pytest
 import redis
 import structlog
+from decoupled_diloco.cli import run_command
 from decoupled_diloco.common import redis_client, registry_writer
-from decoupled_diloco.common.errors import PeerLost, SettingError
+from decoupled_diloco.common.errors import DilocoError, PeerLost, SettingError
 from decoupled_diloco.common.registry import Keys, Registry, check_connection, list_runs, read_status, redact_url
 from decoupled_diloco.common.registry_board import WAITING_EVENTS
+from decoupled_diloco.common.registry_check import check_store, store_advice
 from decoupled_diloco.common.registry_writer import STREAM_EVENTS
 from decoupled_diloco.compose.store import EmbeddedStore
 from stores import TlsFront
@@ -497,9 +499,10 @@ def test_a_malformed_url_is_refused_without_showing_secrets(url: str) -> None:
 
 
 def test_a_host_that_does_not_exist_or_cannot_be_a_name_is_peer_lost() -> None:
-    for host in ("nowhere.invalid", "x" * 300):
-        with pytest.raises(PeerLost, match="no Redis answers"):
-            check_connection(f"redis://{host}:6379/0")
+    with pytest.raises(PeerLost, match=r"no Redis answers .* host name nowhere.invalid cannot be resolved"):
+        check_connection("redis://nowhere.invalid:6379/0")
+    with pytest.raises(PeerLost, match="no Redis answers"):
+        check_connection(f"redis://{'x' * 300}:6379/0")
 
 
 @pytest.mark.parametrize(
@@ -539,7 +542,7 @@ def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> No
     admin.execute_command("ACL", "SETUSER", "clerk", "on", *rights.split(), keys, ">p")
     admin.close()
     url, lines = f"redis://clerk:p@127.0.0.1:{guarded.port}/5", list[dict[str, Any]]()
-    check_connection(url)
+    check_store(url, "run")
     registry = Registry(url, "run", logger_into(lines))
     registry.publish_run(step=1)
     registry.publish_learner("a", 1.0, loss=1.0)
@@ -551,6 +554,99 @@ def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> No
     assert registry.stored_epoch() == 2
     assert list_runs(url) == ["run"]
     assert read_status(url, "run")["learners"]["a"]["loss"] == 1
+
+
+@pytest.mark.parametrize(
+    ("left_out", "named"),
+    [
+        ("-xadd", "XADD"), ("-zadd", "ZADD"), ("-hset", "HSET"), ("-exists", "EXISTS"), ("-multi", "MULTI"),
+        ("-exec", "EXEC"), ("-xrevrange -del", "DEL, XREVRANGE"), ("resetkeys ~dd:other:*", "GET, SETNX"),
+    ],
+)  # fmt: skip
+def test_a_right_that_a_user_lacks_is_named_before_anything_starts(
+    guarded: EmbeddedStore, left_out: str, named: str
+) -> None:
+    admin: Any = redis.Redis(port=guarded.port, password=SECRET)
+    rights = ["+@read", "+@write", "+@transaction", "+ping", "+select"]
+    admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", *rights, "~dd:*", *left_out.split(), ">p")
+    with pytest.raises(SettingError, match=f"poor.*may not do what the run's figures need: .*{named}.*docs/redis.md"):
+        check_store(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
+    admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", *rights, "~dd:run:*", ">p")
+    check_store(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
+    assert admin.keys("dd:run:*") == [], "looking writes nothing"
+    admin.close()
+
+
+def test_a_cluster_is_refused_in_one_sentence_whether_or_not_it_serves_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EmbeddedStore(tmp_path, options=("--cluster-enabled", "yes")) as store:
+        refused = pytest.raises(SettingError, match="is a cluster, and all keys of a run must be at one server")
+        with refused:
+            check_store(store.url, "run")
+        client: Any = redis.Redis(port=store.port)
+        client.response_callbacks.clear()
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        wait_for(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER INFO"), "it serves all keys")
+        client.close()
+        with refused:
+            check_store(store.url, "run")
+        lines: list[dict[str, Any]] = []
+        registry = Registry(store.url, "run", logger_into(lines))
+        registry.publish_run(step=1)
+        registry.event("joined")
+        wait_for(lambda: lines, "the refusal is told")
+        registry.close()
+        assert "is a cluster" in lines[0]["reason"], "a store that became one while it was away"
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        for command in (["up"], ["syncer", "--own-model"]):
+            assert run_command([*command, "--redis", store.url]) == 2
+            assert "is a cluster" in capsys.readouterr().err
+        assert list(Path().iterdir()) == [], "before anything is written"
+
+
+def test_a_replica_is_refused_and_a_full_store_is_no_setting_error(house: House) -> None:
+    house.client.config_set("maxmemory", 1)
+    with pytest.raises(DilocoError, match=r"refuses: .*maxmemory") as caught:
+        check_store(house.store.url, "run")
+    assert not isinstance(caught.value, SettingError)
+    house.client.config_set("maxmemory", 0)
+    house.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(SettingError, match="is a replica, which takes no writes"):
+        check_store(house.store.url, "run")
+    house.client.execute_command("REPLICAOF", "NO", "ONE")
+    check_store(house.store.url, "run")
+
+
+@pytest.mark.parametrize(
+    ("limit", "policy", "warned"),
+    [(10**9, "allkeys-lru", True), (10**9, "allkeys-random", True), (0, "allkeys-lru", False),
+     (10**9, "volatile-ttl", False), (10**9, "noeviction", False)],
+)  # fmt: skip
+def test_an_eviction_policy_that_may_throw_the_run_away_is_said(
+    house: House, limit: int, policy: str, *, warned: bool
+) -> None:
+    house.client.config_set("maxmemory", limit)
+    house.client.config_set("maxmemory-policy", policy)
+    said = store_advice(house.store.url)
+    assert len(said) == warned
+    assert all(f"1,000,000,000 bytes (maxmemory-policy {policy})" in sentence for sentence in said)
+
+
+def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: EmbeddedStore) -> None:
+    admin: Any = redis.Redis(port=guarded.port, password=SECRET)
+    admin.config_set("maxmemory", 10**9)
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        for rights, says in (("+ping", 0), ("+info", 1), ("+config|get", 1)):
+            admin.execute_command("ACL", "SETUSER", "blind", "reset", "on", rights, "~dd:*", ">p")
+            assert len(store_advice(f"redis://blind:p@127.0.0.1:{guarded.port}/0")) == says
+    finally:
+        admin.config_set("maxmemory", 0)
+        admin.close()
+    assert store_advice("redis://127.0.0.1:1/0") == []
+    assert store_advice("redis://127.0.0.1/0?password_file=/nowhere") == []
 
 
 def test_a_full_store_is_told(house: House) -> None:
