@@ -60,6 +60,7 @@ class Books:
             account.epoch == call.epoch
             and (call.epoch, call.slot, call.attempt) > account.answered
             and self.now.steps > account.captured_steps
+            and self.now.tokens > account.since.tokens  # merges are weighted by tokens: without any it has no weight
             and 0 <= lag <= MAX_LAG
             and not (lag and self.me in call.contributors)  # its own merged work would be measured once more
         )

@@ -1,9 +1,13 @@
-"""Two watches of the training thread: is the loss still finite, and does the optimizer keep what was adopted?"""
+"""Watches of the training thread: is the loss finite, does the optimizer keep what was adopted, do 16-bit parameters
+move at all, does the learning rate follow the run?
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,6 +116,103 @@ class StickCheck:
 
     def _sample(self) -> Tensor:
         return self._tensor.detach().reshape(-1)[self._index].float().cpu()
+
+
+@dataclass
+class _Still:
+    """A 16-bit parameter that has not moved so far."""
+
+    name: str
+    tensor: Tensor
+    fragment: int
+    sample: Tensor
+
+
+class StillCheck:
+    """Do parameters of 16 bits move, where nothing of more bits collects their steps?
+
+    A step that is smaller than half the distance between two numbers of the dtype changes nothing, however often it is
+    made. What adoptions write does not count.
+    """
+
+    STEPS = 32
+
+    def __init__(self, tensors: Sequence[tuple[str, Tensor, int]]) -> None:
+        """tensors: (name, parameter, fragment) of those that are stepped in 16 bits."""
+        self._suspects = [_Still(name, tensor, fragment, _sample_of(tensor)) for name, tensor, fragment in tensors]
+        self._of = len(self._suspects)
+        self._steps = 0
+
+    def adopting(self, fragments: Container[int]) -> None:
+        """Before these fragments are written."""
+        self._suspects = [
+            s for s in self._suspects if s.fragment not in fragments or torch.equal(s.sample, _sample_of(s.tensor))
+        ]
+
+    def adopted(self, fragments: Container[int]) -> None:
+        """After they were."""
+        for suspect in self._suspects:
+            if suspect.fragment in fragments:
+                suspect.sample = _sample_of(suspect.tensor)
+
+    def stepped(self) -> bool:
+        """After each inner step: True once, when it is time to look at the gradients of what has not moved."""
+        if not self._suspects or self._steps == self.STEPS:
+            return False
+        self._steps += 1
+        if self._steps == self.STEPS:
+            self._suspects = [s for s in self._suspects if torch.equal(s.sample, _sample_of(s.tensor))]
+        return self._steps == self.STEPS and bool(self._suspects)
+
+    def verdict(self, optimizer: torch.optim.Optimizer) -> str:
+        """Right after a step of `optimizer`, while its gradients are there: what stands still, in a sentence, or ''."""
+        pushed = {
+            id(tensor): tensor.grad
+            for group in optimizer.param_groups
+            if float(group.get("lr", 1.0)) != 0
+            for tensor in group["params"]
+            if tensor.grad is not None
+        }
+        still = [s for s in self._suspects if (gradient := pushed.get(id(s.tensor))) is not None and gradient.any()]
+        if not still:
+            return ""
+        first, dtype = still[0], str(still[0].tensor.dtype).removeprefix("torch.")
+        return (
+            f"{len(still)} of {self._of} parameters in 16 bits, first {first.name} ({dtype}), have not moved in "
+            f"{self.STEPS} steps though their gradients are not zero: the steps are smaller than {dtype} can hold; let "
+            "the optimizer step float32 copies and give them to join(masters=...), or train the model in float32 under "
+            "autocast"
+        )
+
+
+def _sample_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+
+
+class RateCheck:
+    """Does the learning rate of a learner that joined in mid-run fall by its own steps instead of the run's?"""
+
+    FALLS = 8
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._falls = 0
+
+    def stepped(self, rate: float | None) -> bool:
+        """After each inner step, as long as the run's progress was never asked for: True once it is to be said."""
+        if rate is not None and self._last is not None and rate < self._last:
+            self._falls += 1
+        self._last = rate
+        return self._falls >= self.FALLS
+
+
+def rate_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
+    """The learning rates of all groups, added up; None where one lies on a device and would have to be waited for."""
+    rates = [group.get("lr", 0.0) for optimizer in optimizers for group in optimizer.param_groups]
+    if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+        return None
+    return float(sum(rates))
 
 
 @torch.no_grad()

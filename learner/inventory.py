@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..common.errors import SettingError
 from ..common.fragments import DTYPES, TRAINABLE_DTYPES, Kind, Layout, MergeKind, TensorSpec, strip_wrappers
+from .overlap import first_overlap, overlaps_itself
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 DTYPE_OF = {name: getattr(torch, name) for name in DTYPES}
@@ -46,6 +47,8 @@ class Entry:
     merge: MergeKind = field(default="rda")
     given_names: set[str] = field(default_factory=set)
     """The same names with what wrappers put in front: as the model that was given says them."""
+    objects: list[Tensor] = field(default_factory=list)
+    """Every parameter or buffer object under these names: several where two objects are views of the same memory."""
 
     @property
     def name(self) -> str:
@@ -55,6 +58,11 @@ class Entry:
     def source(self) -> Tensor:
         """What holds the training state: the master where there is one."""
         return self.tensor if self.master is None else self.master
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The tensors of which an optimizer must hold at least one, for the entry to be trained."""
+        return self.objects if self.master is None else [self.master]
 
     def spec(self) -> TensorSpec:
         return TensorSpec(
@@ -80,7 +88,7 @@ def inventory(
     merge: name -> "rda" or "mean", where the choice made here is not wanted (mean for embeddings and what is tied).
     SettingError naming the first tensor that is not as it must be.
     """
-    entries = list(_once(_named_tensors(model)))
+    entries = list(_once(named_tensors(model)))
     _check(entries)
     by_name = {name: entry for entry in entries for name in entry.names}
     by_name |= {name: entry for entry in entries for name in entry.given_names}
@@ -90,8 +98,9 @@ def inventory(
         _known(by_name, name, "merge").merge = _merge_kind(name, kind)
     for name, tensor in (masters or {}).items():
         _set_master(_known(by_name, name, "masters"), tensor)
+    _check_memory(entries)
     if optimizer is not None:
-        _check_stepped(entries, optimizer)
+        _check_stepped(entries, as_list(optimizer))
     if not any(e.kind == "trainable" and e.tensor.numel() for e in entries):
         raise SettingError("the model has no trainable parameter: each has requires_grad=False, or no elements")
     return entries
@@ -122,7 +131,8 @@ class _Named(NamedTuple):
     embedding: bool = False
 
 
-def _named_tensors(model: nn.Module) -> Iterator[_Named]:
+def named_tensors(model: nn.Module) -> Iterator[_Named]:
+    """Each parameter and persistent buffer, once for each of its names."""
     modules = dict(model.named_modules(remove_duplicate=False))
     own = _own_paths(modules)
     embeddings = {
@@ -169,6 +179,8 @@ def _once(rows: Iterable[_Named]) -> Iterator[Entry]:
         if name not in entry.names:
             entry.names.append(name)
         entry.given_names.add(given_name)
+        if all(tensor is not known for known in entry.objects):
+            entry.objects.append(tensor)
         entry.embedding |= embedding
         if kind == "trainable":
             entry.kind = kind
@@ -218,21 +230,90 @@ def _set_master(entry: Entry, tensor: Tensor) -> None:
     entry.master = tensor
 
 
+def _check_memory(entries: Sequence[Entry]) -> None:
+    """Each tensor must be writable in place, and each trained one without changing another."""
+    rows = [(e.name, e.tensor, e.kind == "trainable") for e in entries]
+    rows += [(f"the master of {e.name}", e.master, True) for e in entries if e.master is not None]
+    for name, tensor, _ in rows:
+        if overlaps_itself(tensor):
+            raise SettingError(
+                f"{name} has elements that are the same memory (stride {list(tensor.stride())}, as after expand()), so "
+                "it cannot be written; make it a tensor of its own by .clone() before join()"
+            )
+    if (pair := first_overlap(rows)) is not None:
+        raise SettingError(
+            f"{pair[0]} and {pair[1]} share memory without being the same view of it, so the run would hold two values "
+            "for one; use one parameter in both places, or give each its own memory by .clone() before join()"
+        )
+
+
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
 
 
-def stepped(optimizer: Optimizers) -> set[int]:
-    """The ids of all tensors in the groups of an optimizer, or of several."""
-    return {id(tensor) for each in as_list(optimizer) for group in each.param_groups for tensor in group["params"]}
+def stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """The ids of all tensors in the groups of these optimizers."""
+    return {id(tensor) for each in optimizers for group in each.param_groups for tensor in group["params"]}
 
 
-def _check_stepped(entries: Sequence[Entry], optimizer: Optimizers) -> None:
-    held = stepped(optimizer)
+def _check_stepped(entries: Sequence[Entry], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    held = stepped(optimizers)
     for entry in entries:
-        if entry.kind == "trainable" and entry.tensor.numel() and id(entry.source) not in held:
+        if entry.kind == "trainable" and entry.tensor.numel() and not any(id(s) in held for s in entry.sources):
             what = "its master" if entry.master is not None else "it"
             raise SettingError(
                 f"{entry.name} is trainable, but no optimizer group holds {what}: what the run sends would be undone "
                 "or never trained. Give all optimizers, freeze it, or name the f32 tensor that is stepped in masters"
             )
+    owned = Owned(entries)
+    for each in optimizers:
+        if (problem := owned.problem(each)) is not None:
+            raise SettingError(problem)
+
+
+class Owned:
+    """Which tensors of a model an optimizer may step: those that the run trains."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = list(entries)
+        """Kept, so that no id below is used again."""
+        self.trained: set[int] = set()
+        """Ids of the tensors that an optimizer is to step."""
+        self._others: dict[int, Entry] = {}
+        for entry in self.entries:
+            self._others.update((id(tensor), entry) for tensor in entry.objects)
+            if entry.kind == "trainable":
+                self.trained.update(id(source) for source in entry.sources)
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer steps something of the run."""
+        return any(id(tensor) in self.trained for group in optimizer.param_groups for tensor in group["params"])
+
+    def problem(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """What is wrong with the optimizer's groups, in a sentence; None if they train the run's tensors alone."""
+        for number, group in enumerate(optimizer.param_groups):
+            for place, tensor in enumerate(group["params"]):
+                if id(tensor) in self.trained or not tensor.numel():
+                    continue
+                where = f"group {number} of {type(optimizer).__name__}"
+                entry = self._others.get(id(tensor))
+                if entry is None:
+                    names = group.get("param_names") or ()
+                    what = names[place] if place < len(names) else f"a tensor of shape {list(tensor.shape)}"
+                    return (
+                        f"{where} holds {what}, which is not part of the model that joined: its training would be in "
+                        "no file and reach no other learner. Join with a module that owns it, too (nn.ModuleList "
+                        "makes one of two), or give it an optimizer of its own, and it stays this learner's"
+                    )
+                if entry.master is not None:
+                    return f"{where} holds {entry.name} itself, whose master is to be stepped; give it one of the two"
+                if tensor.requires_grad:
+                    return f"{where} would train {entry.name}, which is {_UNTRAINED[entry.kind]}"
+        return None
+
+
+_UNTRAINED = {
+    "buffer": "a buffer, and buffers are not merged; make it a parameter before join()",
+    "frozen": "frozen in this run, so its training would be in no file and reach no other learner; to unfreeze it "
+    "later, join with requires_grad=True and freeze it after join()",
+}

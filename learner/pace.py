@@ -74,11 +74,18 @@ class Pace:
         self.session_seconds = 0.0
         self._left_at = now
         self._steps = 0
+        self._unstepped_seconds = 0.0
+        """Of calls since the last inner step: without an optimizer step they are part of the next one."""
 
-    def enter(self, now: float) -> None:
-        """An inner step has ended and a session call begins."""
+    def enter(self, now: float, *, stepped: bool = True) -> None:
+        """A session call begins, and with `stepped` an inner step has ended."""
         inner = max(0.0, now - self._left_at)
         self.inner_seconds += inner
+        self._left_at = now
+        if not stepped:
+            self._unstepped_seconds += inner
+            return
+        inner, self._unstepped_seconds = inner + self._unstepped_seconds, 0.0
         self._steps += 1
         if self._steps == 2:
             self.step_seconds = inner
@@ -86,7 +93,6 @@ class Pace:
             usual = min(inner, OUTLIER * self.step_seconds)
             self.step_seconds += EMA_SHARE * (usual - self.step_seconds)
         self.last_step_at = now
-        self._left_at = now
 
     def leave(self, now: float) -> None:
         """The session call ends; what follows is the next inner step."""

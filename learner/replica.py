@@ -74,9 +74,13 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, masters: Mapping[str, Tensor] | None = None) -> None:
-        self.plan = plan
+        self.model, self.plan = model, plan
         self._entries = {entry.name: entry for entry in inventory(model, masters=masters)}
         self._made_in_inference = any(entry.tensor.is_inference() for entry in self._entries.values())
+
+    def all_entries(self) -> list[Entry]:
+        """Trained and static ones, in the model's order."""
+        return list(self._entries.values())
 
     def entries(self, fragment: Fragment) -> list[Entry]:
         return [self._entries[slot.tensor.name] for slot in fragment.slots]

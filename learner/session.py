@@ -20,13 +20,14 @@ from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
 from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
 from ..common.wire import MAX_COUNT, Call
-from .books import Books, Mark
+from .books import Books
+from .checks import Checks
 from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
 from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
 from .identity import Identity, Owner, identify
-from .inventory import Optimizers, as_list, inventory, live_buffers, stepped
+from .inventory import Optimizers, as_list, inventory, live_buffers
 from .joining import await_joined, member
 from .link import Link
 from .pace import Pace, Progress
@@ -137,7 +138,7 @@ class Session:
         self.finished = False
         """The run is over, and the model holds the final global weights."""
         self._owner = Owner(f"session of {self.name}")
-        self._link, self._desk, self._replica, self._optimizer = link, link.desk, replica, optimizer
+        self._link, self._desk, self._replica = link, link.desk, replica
         self._tape = Tape.of(link.config.tape, link.me, joined)
         self._books = Books(link.me.pair, joined.plan.P)
         self._exchange = self.exchange_kind(link.desk, joined, replica, self._books)
@@ -150,11 +151,13 @@ class Session:
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
         self._stick: StickCheck | None = StickCheck(replica.source(largest))
         self._exchange.begin(joined)
+        self._checks = Checks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
         waits = self._desk.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
             self._adopt(waits)
             self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset)
         self._stick.adopted()
+        self._checks.left()
         self._pace = Pace(time.monotonic())
         self._report()
 
@@ -179,20 +182,26 @@ class Session:
         if self.finished:  # it was when this session joined, or the loop went on: what it has done since must not stay
             self._exchange.conclude(self._exchange.public)
             return False
-        self._pace.enter(time.monotonic())
-        self._books.count(_tokens(tokens, self._books.now))
+        now = time.monotonic()
+        booked = self._checks.called(_tokens(tokens, self._books.now.tokens + self._checks.pending_tokens), now)
+        self._pace.enter(now, stepped=booked is not None)
+        if booked is not None:
+            self._books.count(booked)
         waits = self._desk.boundary()
         if waits.failure is not None:
             self._fail(waits.failure)
         fine, was_resetting = self._losses.take(loss) and not waits.nonfinite, self._resetting
         if not self._conclude(waits):
-            self._check_stuck()
+            if booked is not None:
+                self._check_stuck()
             self._adopt(waits)
             if not fine and not was_resetting:
                 self._not_finite()
             self._report()
             answered = self._answer(waits.calls)
-            self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset, answered=answered)
+            if booked is not None or waits.arrivals or answered:
+                self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset, answered=answered)
+        self._checks.left()
         self._pace.leave(time.monotonic())
         return not self.finished
 
@@ -200,6 +209,7 @@ class Session:
     def progress(self) -> Progress:
         """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
         self._owner.check("progress")
+        self._checks.progress_asked()
         return self._tape.told(self._desk.progress(time.monotonic()))
 
     @property
@@ -260,6 +270,7 @@ class Session:
         if self._closed or not self._owner.here:
             return
         self._closed = True
+        self._checks.close()
         if reason == "left" and not self.finished:
             waits = self._desk.boundary()
             if waits.failure is None and waits.final is None:
@@ -294,10 +305,12 @@ class Session:
         return self.finished
 
     def _adopt(self, waits: Boundary) -> None:
+        self._checks.adopting(waits.arrivals)
         self._exchange.adopt(waits.arrivals, reset=waits.reset)
+        self._checks.adopted(waits.arrivals)
         if waits.reset and self._resetting:
             self._resetting, self._reset_at = False, self.local_steps
-            healed = heal_moments(self._optimizer)
+            healed = heal_moments(self._checks.optimizers.all)
             self._losses.forget_pending()
             log.warning("reset", learner=self.name, local_steps=self.local_steps, moments_cleared=healed)
 
@@ -325,16 +338,13 @@ class Session:
         if self._stick is None:
             return
         verdict = self._stick.stepped()
-        held = stepped(self._optimizer)
-        first = next(
-            (e for f in self.plan.fragments for e in self._replica.entries(f) if id(e.source) not in held), None
-        )
-        if verdict is False or (self._optimizer is not None and first is not None):
+        first = self._checks.not_stepped()
+        if verdict is False or first:
             raise SettingError(
                 f"{self.name}: what was adopted did not stay in the model: "
                 + (
-                    f"the optimizer does not step {first.name} any more"
-                    if first is not None
+                    f"the optimizer does not step {first} any more"
+                    if first
                     else "one step later the old values were back, so the optimizer steps tensors of its own"
                 )
                 + "; give join() those f32 tensors by name as masters"
@@ -367,11 +377,11 @@ class Session:
         )
 
 
-def _tokens(tokens: Any, before: Mark) -> int:
+def _tokens(tokens: Any, before: int) -> int:
     try:
         count = operator.index(tokens)
     except TypeError:
         raise SettingError(f"tokens must be a whole number, not {tokens!r}") from None
-    if not 0 <= count <= MAX_COUNT - before.tokens:
+    if not 0 <= count <= MAX_COUNT - before:
         raise SettingError(f"tokens must be a whole number from 0 on, below 2^53 in total, not {count}")
     return count

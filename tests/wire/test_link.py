@@ -718,6 +718,8 @@ def test_the_answers_of_a_bf16_model_are_measured_from_what_it_holds(broker: str
     with ScriptedSyncer(broker, settings(run="halves", codec_up="int4", codec_down="int4")) as syncer:
         syncer.verdict = syncer.seed_first
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         with join(broker, model, optimizer, name="me", run="halves") as session:
             target = syncer.public[0].clone()
             target[:600] += 0.1234
@@ -728,10 +730,11 @@ def test_the_answers_of_a_bf16_model_are_measured_from_what_it_holds(broker: str
             assert torch.equal(model.weight.detach().view(-1), new[:600].bfloat16())
             syncer.call(0, slot=0)
             wait_for(lambda: session._desk._calls, "the call is heard")
+            optimizer.step()
             session.step(tokens=1)
             _, delta = syncer.delta(slot=0, name="me")
             syncer.close_call(0)
-        assert not delta.any(), "a learner that did not train has nothing to say"
+        assert not delta.any(), "a learner whose steps moved nothing has nothing to say"
         zero = encode_delta("int4", new, new)
         assert len(zero) == len(syncer.all_of(Delta)[0].payload)
 

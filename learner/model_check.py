@@ -1,0 +1,143 @@
+"""The model as it was when it joined, held against the model as it is: what changes later would be trained alone.
+
+A run's layout is fixed at join. A parameter that is added, replaced, tied or unfrozen in mid-run is in no fragment: it
+would be trained by this learner and be in no file, though every hash agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..common.errors import SettingError
+from .inventory import Entry, named_tensors
+
+WHOLE_SECONDS = 1.0
+"""The whole model is looked at no more often than this."""
+IN_TURN = 4
+"""Parameters that each step looks at, one after the other."""
+_values = methodcaller("values")
+_requires_grad = attrgetter("requires_grad")
+_form = attrgetter("shape", "dtype", "layout")
+
+
+class ModelCheck:
+    """Looks for changes of one model's structure. Pure: the time, in seconds of one monotonic clock, is passed in.
+
+    The common case is compared at the speed of C, by identity; only what differs there is looked at by name. Buffers
+    may be replaced by others of the same shape, and trained parameters may be frozen and unfrozen.
+    """
+
+    def __init__(self, model: nn.Module, entries: Iterable[Entry], now: float) -> None:
+        entries = list(entries)
+        frozen = {id(tensor) for entry in entries if entry.kind == "frozen" for tensor in entry.objects}
+        self._model = model
+        self._named = _by_name(model)
+        self._frozen_names = {name for name, (tensor, _) in self._named.items() if id(tensor) in frozen}
+        self._forms = {name: _form(tensor) for name, (tensor, _) in self._named.items()}
+        self._views = [
+            (entry.name, entry.objects[0], other)
+            for entry in entries
+            for other in entry.objects[1:]
+            if entry.kind != "buffer" and other.numel()
+        ]
+        self._next = 0
+        self._looked_at = now
+        self._remember()
+
+    def look(self, now: float) -> None:
+        """At each step. SettingError naming what has changed."""
+        for _ in range(min(IN_TURN, len(self._parameters))):
+            place, key, tensor, form, frozen = self._parameters[self._next]
+            self._next = (self._next + 1) % len(self._parameters)
+            if place.get(key) is not tensor or _form(tensor) != form or (frozen and tensor.requires_grad):
+                self._compare()
+        if now - self._looked_at >= WHOLE_SECONDS:
+            self._looked_at = now
+            if not self._as_remembered():
+                self._compare()
+
+    # --- the quick look ----------------------------------------------------------------------------------------------
+    def _remember(self) -> None:
+        modules = list(self._model.modules())
+        self._owners = [m._parameters for m in modules] + [m._modules for m in modules]  # noqa: SLF001 - no public way
+        self._buffers = [m._buffers for m in modules]  # noqa: SLF001
+        self._keys = self._all_keys()
+        self._objects = self._all_objects()
+        frozen = {id(self._named[name][0]) for name in self._frozen_names}
+        self._parameters: list[tuple[Any, str, Tensor, Any, bool]] = [
+            (place, key, tensor, _form(tensor), id(tensor) in frozen)
+            for place in self._owners[: len(modules)]
+            for key, tensor in place.items()
+            if isinstance(tensor, Tensor)
+        ]
+        self._tensors = [row[2] for row in self._parameters]
+        self._tensor_forms = [row[3] for row in self._parameters]
+        self._frozen = [tensor for tensor, row in zip(self._tensors, self._parameters, strict=True) if row[4]]
+        self._buffer_forms = self._all_buffer_forms()
+
+    def _as_remembered(self) -> bool:
+        return (
+            self._all_keys() == self._keys
+            and all(map(is_, self._all_objects(), self._objects))
+            and not any(map(_requires_grad, self._frozen))
+            and list(map(_form, self._tensors)) == self._tensor_forms
+            and self._all_buffer_forms() == self._buffer_forms
+            and all(one.data_ptr() == other.data_ptr() for _, one, other in self._views)
+        )
+
+    def _all_keys(self) -> list[str]:
+        return [*chain.from_iterable(self._owners), *chain.from_iterable(self._buffers)]
+
+    def _all_objects(self) -> list[Any]:
+        return list(chain.from_iterable(map(_values, self._owners)))
+
+    def _all_buffer_forms(self) -> list[Any]:
+        return [None if b is None else _form(b) for b in chain.from_iterable(map(_values, self._buffers))]
+
+    # --- by name -----------------------------------------------------------------------------------------------------
+    def _compare(self) -> None:
+        """SettingError if something that the run holds has changed; what is harmless is remembered."""
+        found = next(self._changes(), None)
+        if found is not None:
+            raise SettingError(f"{found} after join(), and the run has the model as it joined; {_REMEDY}")
+        self._remember()
+
+    def _changes(self) -> Iterator[str]:
+        now = _by_name(self._model)
+        for name in now:
+            if name not in self._named:
+                yield f"{name} was added to the model"
+        for name, (tensor, buffer) in self._named.items():
+            if name not in now:
+                yield f"{name} was removed from the model"
+                continue
+            other, is_buffer = now[name]
+            if is_buffer != buffer or (not buffer and other is not tensor):
+                yield f"{name} was replaced by another tensor (or tied to one, or untied)"
+            elif (form := _form(other)) != self._forms[name]:
+                yield f"{name} changed from {_words(self._forms[name])} to {_words(form)}"
+            elif name in self._frozen_names and other.requires_grad:
+                yield f"{name}, frozen in this run, was given requires_grad=True"
+        for name, one, other in self._views:
+            if one.data_ptr() != other.data_ptr():
+                yield f"{name} stopped sharing its memory with the parameter tied to it"
+
+
+_REMEDY = (
+    "make the change before join(), or close this session and join again with the changed model in a run of its own"
+)
+
+
+def _by_name(model: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """Each tensor of the model, and whether it is a buffer."""
+    return {name: (tensor, kind == "buffer") for name, tensor, kind, _ in named_tensors(model)}
+
+
+def _words(form: Any) -> str:
+    shape, dtype, layout = form
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}" + ("" if "strided" in str(layout) else f" {layout}")
