@@ -209,10 +209,14 @@ class RateCheck:
 
 def rate_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
     """The learning rates of all groups, added up; None where one lies on a device and would have to be waited for."""
-    rates = [group.get("lr", 0.0) for optimizer in optimizers for group in optimizer.param_groups]
-    if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
-        return None
-    return float(sum(rates))
+    total = 0.0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 0.0)
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                return None
+            total += float(rate)
+    return total
 
 
 @torch.no_grad()

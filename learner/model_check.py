@@ -7,8 +7,7 @@ would be trained by this learner and be in no file, though every hash agrees.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,9 +19,8 @@ WHOLE_SECONDS = 1.0
 """The whole model is looked at no more often than this."""
 IN_TURN = 4
 """Parameters that each step looks at, one after the other."""
-_values = methodcaller("values")
 _requires_grad = attrgetter("requires_grad")
-_form = attrgetter("shape", "dtype", "layout")
+_form = attrgetter("shape", "dtype")
 
 
 class ModelCheck:
@@ -52,9 +50,9 @@ class ModelCheck:
     def look(self, now: float) -> None:
         """At each step. SettingError naming what has changed."""
         for _ in range(min(IN_TURN, len(self._parameters))):
-            place, key, tensor, form, frozen = self._parameters[self._next]
+            place, key, tensor, frozen = self._parameters[self._next]
             self._next = (self._next + 1) % len(self._parameters)
-            if place.get(key) is not tensor or _form(tensor) != form or (frozen and tensor.requires_grad):
+            if place.get(key) is not tensor or (frozen and tensor.requires_grad):
                 self._compare()
         if now - self._looked_at >= WHOLE_SECONDS:
             self._looked_at = now
@@ -64,40 +62,43 @@ class ModelCheck:
     # --- the quick look ----------------------------------------------------------------------------------------------
     def _remember(self) -> None:
         modules = list(self._model.modules())
-        self._owners = [m._parameters for m in modules] + [m._modules for m in modules]  # noqa: SLF001 - no public way
-        self._buffers = [m._buffers for m in modules]  # noqa: SLF001
-        self._keys = self._all_keys()
-        self._objects = self._all_objects()
+        parameters = [m._parameters for m in modules]  # noqa: SLF001 - torch has no public way to ask
+        self._owners: list[dict[str, Any]] = [*parameters, *(m._modules for m in modules)]  # noqa: SLF001
+        self._buffers: list[dict[str, Any]] = [m._buffers for m in modules]  # noqa: SLF001
         frozen = {id(self._named[name][0]) for name in self._frozen_names}
-        self._parameters: list[tuple[Any, str, Tensor, Any, bool]] = [
-            (place, key, tensor, _form(tensor), id(tensor) in frozen)
-            for place in self._owners[: len(modules)]
+        self._parameters = [
+            (place, key, tensor, id(tensor) in frozen)
+            for place in parameters
             for key, tensor in place.items()
-            if isinstance(tensor, Tensor)
+            if tensor is not None
         ]
-        self._tensors = [row[2] for row in self._parameters]
-        self._tensor_forms = [row[3] for row in self._parameters]
-        self._frozen = [tensor for tensor, row in zip(self._tensors, self._parameters, strict=True) if row[4]]
-        self._buffer_forms = self._all_buffer_forms()
+        self._tensors = [tensor for _, _, tensor, _ in self._parameters]
+        self._frozen = [tensor for _, _, tensor, is_frozen in self._parameters if is_frozen]
+        self._objects, self._all = self._all_objects(), self._everything_else()
 
     def _as_remembered(self) -> bool:
+        objects = self._all_objects()
         return (
-            self._all_keys() == self._keys
-            and all(map(is_, self._all_objects(), self._objects))
+            len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and self._everything_else() == self._all
             and not any(map(_requires_grad, self._frozen))
-            and list(map(_form, self._tensors)) == self._tensor_forms
-            and self._all_buffer_forms() == self._buffer_forms
             and all(one.data_ptr() == other.data_ptr() for _, one, other in self._views)
         )
 
-    def _all_keys(self) -> list[str]:
-        return [*chain.from_iterable(self._owners), *chain.from_iterable(self._buffers)]
-
     def _all_objects(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._owners)))
+        """Parameters and modules; most modules have none of one of them, and that is passed over quickly."""
+        return [value for place in self._owners if place for value in place.values()]
 
-    def _all_buffer_forms(self) -> list[Any]:
-        return [None if b is None else _form(b) for b in chain.from_iterable(map(_values, self._buffers))]
+    def _everything_else(self) -> list[Any]:
+        """Names, shapes and dtypes."""
+        buffers = [place for place in self._buffers if place]
+        return [
+            *(key for place in self._owners if place for key in place),
+            *(key for place in buffers for key in place),
+            *(value if value is None else _form(value) for place in buffers for value in place.values()),
+            *map(_form, self._tensors),
+        ]
 
     # --- by name -----------------------------------------------------------------------------------------------------
     def _compare(self) -> None:
@@ -139,5 +140,5 @@ def _by_name(model: nn.Module) -> dict[str, tuple[Tensor, bool]]:
 
 
 def _words(form: Any) -> str:
-    shape, dtype, layout = form
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}" + ("" if "strided" in str(layout) else f" {layout}")
+    shape, dtype = form
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

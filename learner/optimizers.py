@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,19 +96,17 @@ class OptimizerWatch:
     def _remember(self) -> None:
         self._known_sizes, self._known_ids = self._sizes(), self._ids()
 
-    def _params(self) -> Iterator[list[torch.Tensor]]:
-        for ref in self._ours.values():
-            optimizer = ref()
-            if optimizer is not None:
-                for group in optimizer.param_groups:
-                    yield group["params"]
-
     def _sizes(self) -> list[int]:
-        return [len(params) for params in self._params()]
+        return [
+            len(group["params"])
+            for ref in self._ours.values()
+            if (optimizer := ref()) is not None
+            for group in optimizer.param_groups
+        ]
 
     def _ids(self) -> list[int]:
         """No id is used again: the run's own tensors live as long as the session, and no others may be here."""
-        return list(map(id, chain.from_iterable(self._params())))
+        return [id(tensor) for optimizer in self.all for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _was_skipped(optimizer: Any) -> bool:

@@ -55,8 +55,13 @@ class Work:
         """The call ends, and the model holds what was adopted."""
         self._sample = self._take_sample() if self._watches_values() else None
 
-    def sentences(self) -> Iterable[tuple[str, str]]:
+    def sentences(self) -> list[tuple[str, str]]:
         """(event, sentence) for what is to be said now, each once."""
+        if self._unstepped < UNSTEPPED_CALLS and self._empty < EMPTY_STEPS:
+            return []
+        return list(self._to_say())
+
+    def _to_say(self) -> Iterable[tuple[str, str]]:
         if self._unstepped >= UNSTEPPED_CALLS:
             skipped = 2 * self._without_gradients >= self._unstepped
             event = "steps_skipped" if skipped else "calls_without_step"

@@ -89,3 +89,11 @@ def test_versions_adopted_under_an_older_epoch_count_as_none() -> None:
     kept.adopted(1, 2, 9)
     assert kept.versions(1) == (3, 0)
     assert kept.versions(2) == (0, 9)
+
+
+def test_steps_on_no_tokens_are_not_answered_for() -> None:
+    kept = books(steps=0)
+    kept.count(0)
+    assert not kept.may_answer(call())
+    kept.count(1)
+    assert kept.may_answer(call())

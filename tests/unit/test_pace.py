@@ -87,3 +87,15 @@ def test_an_evaluation_is_neither_a_step_nor_ours_but_for_the_swap() -> None:
     pace.enter(12.0)
     assert pace.step_seconds == pytest.approx(1.0)
     assert pace.session_seconds == pytest.approx(0.25)
+
+
+def test_calls_without_an_optimizer_step_are_part_of_the_next_step() -> None:
+    pace = Pace(0.0)
+    pace.enter(1.0)
+    pace.leave(1.0)
+    for now in (2.0, 3.0):
+        pace.enter(now, stepped=False)
+        pace.leave(now)
+    assert (pace.step_seconds, pace.last_step_at) == (0.0, 1.0)
+    pace.enter(5.0)
+    assert (pace.step_seconds, pace.last_step_at, pace.inner_seconds) == (4.0, 5.0, 5.0)
