@@ -136,7 +136,7 @@ _REMEDY = (
 
 def _by_name(model: nn.Module) -> dict[str, tuple[Tensor, bool]]:
     """Each tensor of the model, and whether it is a buffer."""
-    return {name: (tensor, kind == "buffer") for name, tensor, kind, _ in named_tensors(model)}
+    return {named.name: (named.tensor, named.kind == "buffer") for named in named_tensors(model)}
 
 
 def _words(form: Any) -> str:

@@ -91,7 +91,8 @@ def join(
                     break
         # the model holds the final global weights
 
-    optimizer: the optimizer, or several; each trainable parameter must be in their groups.
+    optimizer: the optimizer, or several; each trainable parameter must be in their groups, and nothing else. One that
+    is made later for the same parameters is noticed. None = they are not looked at, and each call of step() is a step.
     name: of this learner, [a-z0-9-]; None = the machine's name and four random characters, after the key's name.
     run: which run; '' = the only one at the address.
     masters: parameter name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
@@ -166,10 +167,14 @@ class Session:
     def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:
         """To be called after each optimizer step; False when the run is over, and then the model is the final one.
 
+        A call without an optimizer step since the last one (a micro-batch, a step that a gradient scaler skipped) counts
+        for nothing; the tokens of micro-batches are booked with the step that learns from them.
+
         tokens: how many this step was trained on. loss: the step's loss, if it is at hand (for the run's displays, and
         to notice at once when it is not finite; a tensor on an accelerator is not waited for).
 
-        Raises Diverged (loss or parameters not finite, again after a reset), Orphaned (the syncer is gone for long;
+        Raises SettingError (something was changed after join() that would train this learner alone), Diverged (loss or
+        parameters not finite, again after a reset), Orphaned (the syncer is gone for long;
         the parameters were saved), DilocoError (the session is closed, its link failed, or this is another process).
         """
         self._owner.check("step()")

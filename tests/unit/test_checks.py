@@ -179,8 +179,9 @@ def test_tied_weights_that_are_two_objects_must_stay_one_memory() -> None:
 def test_an_optimizer_that_steps_more_than_the_model_is_refused_at_join() -> None:
     model = nn.Linear(2, 2)
     temperature = nn.Parameter(torch.ones(1))
+    groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [temperature]}]
     with pytest.raises(SettingError, match=r"group 1 of Adam holds a tensor of shape \[1\], which is not part of"):
-        Lone(model, torch.optim.Adam([{"params": model.parameters()}, {"params": [temperature]}]))
+        Lone(model, torch.optim.Adam(groups))
     named: list[tuple[str, Tensor]] = [("temperature", temperature), *model.named_parameters()]
     with pytest.raises(SettingError, match="group 0 of Adam holds temperature, which is not part of the model"):
         Lone(model, torch.optim.Adam(named))
