@@ -167,8 +167,8 @@ class Session:
     def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:
         """To be called after each optimizer step; False when the run is over, and then the model is the final one.
 
-        A call without an optimizer step since the last one (a micro-batch, a step that a gradient scaler skipped) counts
-        for nothing; the tokens of micro-batches are booked with the step that learns from them.
+        A call without an optimizer step since the last one (a micro-batch, a step that a gradient scaler skipped) is
+        none; the tokens of micro-batches are booked with the step that learns from them.
 
         tokens: how many this step was trained on. loss: the step's loss, if it is at hand (for the run's displays, and
         to notice at once when it is not finite; a tensor on an accelerator is not waited for).
