@@ -28,6 +28,8 @@ MAX_LOSS = 1e15
 """Largest seconds and losses that travel. Senders bring their own figures into these ranges: none costs a message."""
 MAX_FRAGMENTS = 100_000
 GOODBYE_REASONS = ("finished", "left", "stopped", "diverged", "failed")
+MAX_CALLS = 1_000
+"""Open calls in one Beat."""
 FETCH_WINDOW = 16
 """Chunks that one asker may have in flight."""
 
@@ -227,7 +229,7 @@ class Beat(Message):
     """Typical seconds of an inner step (lower median over live learners); 0 = not known yet."""
     versions: tuple[int, ...] = _f(_list(_version, MAX_FRAGMENTS), default=())
     """Current version of each fragment; empty until the run is seeded."""
-    calls: tuple[Call, ...] = _f(_list(_part(Call), 1_000), default=())
+    calls: tuple[Call, ...] = _f(_list(_part(Call), MAX_CALLS), default=())
     """Every open call, again."""
     settings: dict[str, Any] = _f(_scalars(64), default_factory=dict)
     """RunSettings."""
@@ -543,6 +545,25 @@ def _check_chunk(message: Chunked) -> None:
         raise Malformed("chunk", f"{len(message.payload)} bytes in chunk {message.chunk} of {message.size} bytes")
     if zlib.crc32(message.payload) != message.crc:
         raise Malformed("checksum", f"chunk {message.chunk} of a {message.KIND}")
+
+
+HEADER_BYTES = 8192
+"""At most, of any header without what grows with the run: fragments, learners, calls."""
+CALL_BYTES, NAMED_IN_CALL_BYTES, NAMED_IN_UPDATE_BYTES = 256, 96, 72
+"""At most, of a Call that names nobody, and of each learner in a Call (twice) and in an Update."""
+
+
+def most_calls(fragments: int, learners: int) -> int:
+    """How many open calls fit into a Beat of a run of so many fragments, if each names so many learners."""
+    room = MESSAGE_BYTES - HEADER_BYTES - 9 * fragments
+    return max(0, min(MAX_CALLS, room // (CALL_BYTES + NAMED_IN_CALL_BYTES * learners)))
+
+
+def most_learners(fragments: int, calls: int) -> int:
+    """How many learners fit into a Beat of so many fragments and open calls, and into each chunk of an Update."""
+    room = MESSAGE_BYTES - HEADER_BYTES - 9 * fragments
+    in_update = (MESSAGE_BYTES - CHUNK_BYTES - HEADER_BYTES) // NAMED_IN_UPDATE_BYTES
+    return max(1, min(in_update, (room // calls - CALL_BYTES) // NAMED_IN_CALL_BYTES))
 
 
 def chunk_count(size: int) -> int:

@@ -183,11 +183,16 @@ def _learner(row: Mapping[str, Any]) -> list[Text | str]:
         styled(state, STATES.get(state, "")),
         f"{row.get('local_steps', 0):,}",
         _number(1000 * step if step else None, ".0f"),
-        _number(row.get("loss"), ".3f"),
+        _loss(row.get("loss")),
         f"{row.get('tokens_merged', 0):,}",
         size(row.get("bytes_up")),
         size(row.get("bytes_down")),
     ]
+
+
+def _loss(value: Any) -> str:
+    """Of any size, in few characters."""
+    return _number(value, ".3f" if not isinstance(value, int | float) or abs(value) < 1e6 else ".3g")
 
 
 def _number(value: Any, form: str) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan, balanced_plan, default_fragments
-from ..common.wire import Assembly, Hello, Seed, unpack
+from ..common.wire import Assembly, Hello, Seed, most_learners, unpack
 from .ledger import Who
 from .members import SILENCE_SECONDS, Members
 
@@ -68,6 +68,11 @@ def plan_for(layout: Layout, settings: RunSettings) -> Plan:
     return balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
 
 
+def most_members(fragments: int, calls: int) -> int:
+    """So many may be live at once: a tenth stays for those that were lost and replaced while a call is open."""
+    return max(1, most_learners(fragments, calls) * 9 // 10)
+
+
 def check_memory(plan: Plan) -> None:
     """SettingError if the run cannot fit into this machine's memory; whatever size somebody states, none is taken."""
     needed = COPIES * 4 * sum(f.length for f in plan.fragments) + plan.layout.static_bytes
@@ -103,6 +108,9 @@ class Joining:
             return Reply("wait", "your bulk uplink is not proven yet")
         if hello.role == "observer":
             return Reply("welcome")
+        most = most_members(self.plan.P, self.settings.resolved_overlap(self.plan.P))
+        if members.get((hello.name, hello.incarnation)) is None and len(members.live()) >= most:
+            return Reply("refused", f"the run has {most} learners, as many as its messages can name; begin another run")
         verdict = members.admit(hello.name, hello.incarnation, now)
         if verdict == "refused":
             return Reply("refused", f"the name {hello.name} is in use by a learner that is alive; take another --name")

@@ -15,7 +15,7 @@ from typing import Any
 from ..common.config import BEAT_SECONDS
 from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
 from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
-from .blocked import SURE_SECONDS, Reason, reason_of
+from .blocked import SURE_SECONDS, Block, Reason, reason_of
 from .export import save_model
 from .merging import Merging
 from .parts import Parts, Run, Served
@@ -182,8 +182,11 @@ class Syncer:
 
     def _look_whether_it_moves(self, now: float) -> None:
         run, teller = self.current, self.parts.teller
-        versions = run.served.rounds.versions if run.served else ()
-        change = run.block.look(self._waits_for(now), (run.phase, sum(versions)), time.monotonic())
+        if run.phase in ("finished", "stopping"):
+            run.block = Block()
+            return
+        progress = (run.served is not None, sum(run.served.rounds.versions) if run.served else 0)
+        change = run.block.look(self._waits_for(now), progress, time.monotonic())
         if change is not None and change.kind == "blocked":
             teller.warn("blocked", sentence=change.text, seconds=round(change.seconds))
         elif change is not None:
@@ -192,8 +195,6 @@ class Syncer:
     def _waits_for(self, now: float) -> Reason | None:
         """What the run waits for beside time; None where nothing is amiss."""
         run, lines = self.current, self.parts.lines
-        if run.phase in ("finished", "stopping"):
-            return None
         if not lines.proven:
             sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
             return Reason("broker", lines.refusal or sentence, SURE_SECONDS)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ..common.config import MAX_LAG, RunSettings
 from ..common.errors import Diverged
-from ..common.wire import Alive, Call
+from ..common.wire import Alive, Call, most_calls
 from .ledger import Ledger, Who
 from .members import Member, Members
 from .pace import Ema, Schedule, grace_seconds
@@ -152,6 +152,8 @@ class Rounds:
         self._slot_at: float | None = None
         self._drain_at: float | None = None
         self._drained: set[int] = set()
+        self._crowded = False
+        """Some of the last calls wait for room in a beat."""
         self._retired: set[Who] = set()
         self._forgotten: set[str] = set()
         self.paused = False
@@ -396,9 +398,14 @@ class Rounds:
         return call
 
     def _drain(self, now: float) -> Iterator[Action]:
-        for p in range(self.schedule.P):
-            if p not in self._drained and p not in self.calls:
-                yield Called(self._open(p, self.settings.steps, now, drains=True))
+        waiting = [p for p in range(self.schedule.P) if p not in self._drained and p not in self.calls]
+        most = max(self.tau, most_calls(self.schedule.P, len(self.members.by_name)))  # what one beat can name
+        room = max(0, most - len(self.calls))
+        if waiting and room and self._crowded:
+            self._drain_at = now  # these had to wait for room: they get as long as the first
+        self._crowded = len(waiting) > room
+        for p in waiting[:room]:
+            yield Called(self._open(p, self.settings.steps, now, drains=True))
         if len(self._drained) == self.schedule.P:
             self.state = "drained"
             yield Drained()

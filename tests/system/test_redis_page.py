@@ -167,6 +167,7 @@ def test_where_nothing_is_merged_the_reason_and_the_fragment_are_named(asked: As
         question = "Why is nothing merged?"
         wait_for(lambda: asked.answer(question)[1:3] == ["0 of 1", "0"], "nobody is there to answer")
         assert asked.answer(question)[0] == "running"
+        wait_for(lambda: "learner-1 has not been heard for" in asked.answer(question)[-1], "the sentence says whom")
         merged_at = {p: float(asked.house.row(f"dd:run:fragment:{p}")["merged_at"]) for p in range(FRAGMENTS)}
         fragment, when = asked.numbers("Which fragment is stuck?")
         assert int(fragment) == min(merged_at, key=lambda p: merged_at[p])
@@ -190,7 +191,7 @@ def shown(tmp_path: Path) -> Iterator[Any]:
         teller.fragments(cast("Any", SimpleNamespace(plan=SimpleNamespace(fragments=[fragment]), versions=[1])), t=4)
         teller.run(
             run_figures(rounds, Figures(10, 1.0), "running", 0.0)
-            | {"model_hash": "", "saved_at": 1.0, "save_error": ""}
+            | {"model_hash": "", "saved_at": 1.0, "save_error": "", "blocked": "", "blocked_seconds": ""}
         )
         teller.member(Member(name="learner-1", incarnation=3, joined_at=0.0, heard_at=0.0), rounds, 1.0)
         teller.event("joined", learner="learner-1")

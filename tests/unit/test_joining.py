@@ -12,7 +12,7 @@ from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Hello, Seed, split
-from decoupled_diloco.syncer.joining import STUCK_SECONDS, Joining, layout_of
+from decoupled_diloco.syncer.joining import STUCK_SECONDS, Joining, layout_of, most_members, plan_for
 from decoupled_diloco.syncer.members import SILENCE_SECONDS, Members
 
 SETTINGS = RunSettings(run="run", fragments=1, overlap=1)
@@ -38,6 +38,21 @@ def test_a_model_that_this_machine_cannot_hold_is_refused_and_the_next_learner_i
     assert reply.verdict == "refused"
     assert "memory" in reply.reason
     assert joining.reply(hello("b", layout(100)), Members(), 0.0).verdict == "seed"
+
+
+def test_no_more_learners_are_let_in_than_messages_can_name_and_those_who_are_in_stay() -> None:
+    model = layout(100)
+    joining, members = Joining(SETTINGS, plan_for(model, SETTINGS)), Members()
+    most = most_members(1, 1)
+    assert 500 < most < 1000
+    for number in range(most):
+        members.join(f"n{number}", 1, 0.0)
+    reply = joining.reply(hello("late", model), members, 0.0)
+    assert reply.verdict == "refused"
+    assert f"the run has {most} learners, as many as its messages can name" in reply.reason
+    assert joining.reply(hello("n0", model), members, 0.0).verdict == "welcome"
+    members.leave(("n1", 1))
+    assert joining.reply(hello("late", model), members, 0.0).verdict == "welcome"
 
 
 def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from decoupled_diloco.common.config import MAX_LAG, RunSettings
 from decoupled_diloco.common.wire import Alive
+from decoupled_diloco.syncer import rounds
 from decoupled_diloco.syncer.ledger import FORGOTTEN, Who
 from decoupled_diloco.syncer.members import REMEMBERED, SILENCE_SECONDS
 from decoupled_diloco.syncer.rounds import Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
@@ -420,6 +421,26 @@ def test_the_end_also_gives_up_a_call_that_was_open_before_it_and_finds_no_quoru
     assert h.rounds.state == "drained"
     assert sorted(u.call.fragment for u in of(h.actions, Unmet)) == list(range(P))
     assert not h.rounds.calls
+
+
+@pytest.mark.parametrize("answering", [True, False])
+def test_the_end_asks_for_no_more_fragments_at_once_than_a_beat_can_name(
+    answering: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "most_calls", lambda _fragments, _learners: 1)
+    monkeypatch.setattr(rounds, "DRAIN_SECONDS", 2.5)
+    monkeypatch.setattr(rounds, "DRAIN_ATTEMPTS", 0)
+    h = house(1, steps=1, overlap=1)
+    for _ in range(40):
+        h.tick(1.0)
+        h.step(h.workers["w0"])
+        for p in list(h.rounds.calls) if answering or h.rounds.state == "running" else []:
+            h.answer(h.workers["w0"], p)
+        assert len(h.rounds.calls) <= 1
+        h.tick()
+        h.adopt_all()
+    assert h.rounds.state == "drained"
+    assert sorted(u.call.fragment for u in of(h.actions, Unmet)) == ([] if answering else list(range(P)))
 
 
 def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_changes() -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import msgpack
 import pytest
-from decoupled_diloco.common.config import CHUNK_BYTES, CODECS, MESSAGE_BYTES, NAME_PATTERN
+from decoupled_diloco.common.config import (
+    CHUNK_BYTES,
+    CODECS,
+    MESSAGE_BYTES,
+    NAME_PATTERN,
+    RunSettings,
+    TaskSettings,
+)
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.wire import (
     FETCH_WINDOW,
@@ -35,6 +42,8 @@ from decoupled_diloco.common.wire import (
     chunk_count,
     decode,
     encode,
+    most_calls,
+    most_learners,
     prefix,
     split,
 )
@@ -335,3 +344,28 @@ def test_chunks_in_any_order_and_repeated_make_the_payload_again(size: int) -> N
 def test_a_chunk_of_another_size_does_not_enter_an_assembly() -> None:
     with pytest.raises(Malformed, match="size"):
         Assembly(7).add(delta())
+
+
+@pytest.mark.parametrize(("fragments", "calls"), [(24, 2), (24, 24), (2000, 1000), (100_000, 2)])
+def test_the_largest_beat_and_update_of_the_most_learners_and_calls_can_be_sent(fragments: int, calls: int) -> None:
+    def named(learners: int) -> list[tuple[str, int]]:
+        return [(f"{number:040}", MAX_COUNT) for number in range(learners)]
+
+    def size(message: Message) -> int:
+        decode(encode(message))
+        return sum(len(frame) for frame in encode(message))
+
+    learners = most_learners(fragments, calls)
+    assert most_calls(fragments, learners) >= calls
+    names = named(learners)
+    far: dict[str, Any] = dict.fromkeys(("epoch", "slot", "t", "version"), MAX_COUNT) | {"run": "r" * 40}
+    asked = Call(**far, fragment=MAX_FRAGMENTS, attempt=MAX_COUNT, contributors=tuple(names),
+                 received=tuple(name for name, _ in names))  # fmt: skip
+    beat = Beat(run="r" * 40, epoch=MAX_COUNT, state="running", t=MAX_COUNT, steps=MAX_COUNT, step_seconds=1e12,
+                versions=(MAX_COUNT,) * fragments, calls=(asked,) * calls, settings=RunSettings().to_map(),
+                task=TaskSettings().to_map(), fingerprint="f" * 64, syncer=MAX_COUNT)  # fmt: skip
+    assert size(beat) <= MESSAGE_BYTES
+    merged = tuple((*pair, MAX_COUNT, MAX_COUNT) for pair in names)
+    update = Update(**far, base_version=MAX_COUNT, fragment=MAX_FRAGMENTS, contributors=merged, codec="int8",
+                    digest="d" * 64, **split(bytes(CHUNK_BYTES))[0])  # fmt: skip
+    assert size(update) <= MESSAGE_BYTES
