@@ -286,7 +286,8 @@ class SyncerConfig:
     stop_seconds: float = 4.0
     """How long a stop waits for open rounds."""
     drain_seconds: float = 30.0
-    """How long the end of a run waits for answers, and again for acknowledgements."""
+    """How long a finished run waits for the learners that were there at its end, counted from the end or from their
+    last Fetch. Those that never confirm the final model are named, and the syncer ends well."""
     key: Path | None = None
     """The key file, of role syncer, that a broker with keys asks for."""
     tape: Path | None = None

@@ -19,7 +19,7 @@ from .desk import Arrival, Capture, Desk, Joined
 from .discover import other_version
 from .follower import Follower, Public
 from .identity import Identity
-from .reports import Traffic, alive, goodbye
+from .reports import Traffic, alive, goodbye, orphaned
 from .seeding import Seeding
 
 log = get_logger("learner")
@@ -305,10 +305,9 @@ class Conversation:
         self._ticked_at = now
 
     def _check_orphan(self, now: float) -> None:
-        limit = self.config.orphan_timeout_seconds
-        if self._announced and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
-            why = f": {self.desk.refusal}" if self.desk.refusal else ""
-            self.desk.fail(Orphaned(f"{self.me.name} heard no beat of run {self.me.run} for {limit:g} s{why}"))
+        limit, beat = self.config.orphan_timeout_seconds, self._beat
+        if self._announced and beat is not None and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
+            self.desk.fail(Orphaned(orphaned(self.config, beat, now - self._beat_at, self.desk.refusal)))
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
         if self._beat is None:

@@ -1,4 +1,4 @@
-"""What a learner tells about itself: Alive each second, Goodbye at the end. Pure.
+"""What a learner tells about itself: Alive each second, Goodbye at the end, and why it is an orphan. Pure.
 
 A message with one figure out of range is rejected as a whole, and its sender is then taken for lost. So every figure is
 brought into its range here, whatever a script, a clock or a machine made of it.
@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..common.wire import GOODBYE_REASONS, MAX_COUNT, MAX_LOSS, MAX_SECONDS, Alive, Goodbye
+from ..common.config import LearnerConfig
+from ..common.wire import GOODBYE_REASONS, MAX_COUNT, MAX_LOSS, MAX_SECONDS, Alive, Beat, Goodbye
 from .books import Mark
 from .desk import Counters
 from .follower import Public
@@ -52,6 +53,23 @@ def goodbye(me: Identity, reason: str, counters: Counters | None, model_hash: st
         reason=reason if reason in GOODBYE_REASONS else "stopped",
         local_steps=_count(books.steps), tokens=_count(books.tokens),
     )  # fmt: skip
+
+
+def orphaned(config: LearnerConfig, beat: Beat, silent_seconds: float, refusal: str = "") -> str:
+    """Why a learner that has heard nothing since `beat` stops and, where the run has probably finished meanwhile, how
+    to get the final model.
+    """
+    sentence = f"{config.name} heard no beat of run {beat.run} for {config.orphan_timeout_seconds:g} s"
+    if refusal:
+        sentence += f": {refusal}"
+    ahead = silent_seconds / beat.step_seconds if beat.step_seconds else 0.0
+    if beat.state in ("draining", "finished") or (beat.state == "running" and beat.t + ahead >= beat.steps):
+        sentence += (
+            f"; the run was at step {beat.t} of {beat.steps} and has probably finished: its final model is "
+            "model.safetensors in the folder of its syncer, which gives it to learners that are started again while "
+            f"`diloco syncer --broker {config.broker} --dir FOLDER` runs there"
+        )
+    return sentence
 
 
 def _count(value: int) -> int:

@@ -7,6 +7,7 @@ disk what must survive (checkpoint, writer). Everything it decides with is pure;
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,7 +51,7 @@ class Syncer:
             Alive: self.reception.alive,
             Goodbye: self.reception.goodbye,
             Delta: self.merging.delta,
-            Fetch: self.merging.fetch,
+            Fetch: self._fetch,
             Beat: self._rival,
         }
         self._beat_at = 0.0
@@ -159,9 +160,15 @@ class Syncer:
                     self._finalize(served)
         if served.rounds.state == "draining" and self.current.phase == "running":
             self.current.phase = "draining"
+        if served.rounds.state != "running":
+            self._await_the_live(served)
         self._checkpoint_if_due(served)
         if self._final_is_saved(served):
             self._finish(served)
+
+    def _fetch(self, fetch: Fetch, now: float) -> None:
+        self.current.confirmations.asked(fetch.name, time.monotonic())
+        self.merging.fetch(fetch, now)
 
     def _rival(self, beat: Beat, _now: float) -> None:
         if beat.syncer != self.current.number and beat.epoch > self.current.epoch:
@@ -308,7 +315,7 @@ class Syncer:
         """Finished and known to all, or asked to stop with nothing open any more."""
         served, real = self.current.served, time.monotonic()
         if self._finished_at is not None and served is not None:
-            return self._stop_at is not None or self._known_to_all(served, real - self._finished_at)
+            return self._stop_at is not None or self._known_to_all(served, self._finished_at, real)
         if self._stop_at is None:
             return False
         if served is None or not served.rounds.calls:
@@ -317,15 +324,21 @@ class Syncer:
         served.rounds.pause()
         return served.rounds.hopeless() or real - self._stop_at >= self.parts.config.stop_seconds
 
-    def _known_to_all(self, served: Served, waited: float) -> bool:
-        now = self.parts.clock.now()
+    def _await_the_live(self, served: Served) -> None:
+        self.current.confirmations.await_from(member.name for member in served.rounds.members.live())
+
+    def _known_to_all(self, served: Served, finished_at: float, real: float) -> bool:
+        """Each learner that was here at the end has the final model, or has been awaited for as long as is allowed."""
+        now, confirmations = self.parts.clock.now(), self.current.confirmations
         served.rounds.members.silent(now)
+        self._await_the_live(served)
         asked_at = max(self.merging.repairs.asked_at, self.reception.asked_at)
         linger = LINGER_SECONDS
         if self._returned:
             linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
-        quiet = waited >= linger and now - asked_at >= linger
-        return (quiet and not served.rounds.members.live()) or waited >= self.parts.config.drain_seconds
+        quiet = real - finished_at >= linger and now - asked_at >= linger
+        since = max(finished_at, confirmations.asked_at)
+        return (quiet and not confirmations.missing) or real - since >= self.parts.config.drain_seconds
 
     def _end(self) -> None:
         served, parts, saved = self.current.served, self.parts, True
@@ -345,12 +358,27 @@ class Syncer:
                 saved = False
         else:
             parts.writer.close(SAVE_SECONDS)
+        self._say_unconfirmed()
         parts.teller.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
         self._tell(parts.clock.now())
         if not saved:
             error = parts.writer.last_error or "see the log"
             where = parts.config.directory
             raise SaveFailed(f"the end of the run could not be saved into {where}: {error}")
+
+    @property
+    def _unconfirmed(self) -> tuple[str, ...]:
+        return self.current.confirmations.missing if self.finished else ()
+
+    def _say_unconfirmed(self) -> None:
+        if self._unconfirmed:
+            names, config = ", ".join(self._unconfirmed), self.parts.config
+            folder = shlex.quote(str(config.directory.parent))
+            sentence = (
+                f"{names} had not confirmed the final model when the syncer ended; the model is saved, and "
+                f"`diloco syncer --broker {config.broker} --dir {folder}` gives it to learners that still train"
+            )
+            self.parts.teller.warn("unconfirmed", learners=names, sentence=sentence)
 
     def _last_beat(self) -> None:
         """No call is open any more: whoever leaves now need not wait for its answers to be taken."""
@@ -374,6 +402,7 @@ class Syncer:
                 "learners": learner_rows(served.rounds),
                 "rejected": self.parts.teller.rejections(),
                 "messages_dropped": self.parts.lines.dropped,
+                "unconfirmed": list(self._unconfirmed),
                 "messages_missed": self.parts.lines.gaps,
                 "syncer_bytes_up": self.parts.lines.bytes_up,
                 "syncer_bytes_down": self.parts.lines.bytes_down,

@@ -14,6 +14,7 @@ from ..common.wire import Update
 from .blocked import Block
 from .checkpoint import Checkpoints
 from .clock import SteadyClock
+from .confirmations import Confirmations
 from .figures import Figures
 from .intake import Intake
 from .lines import Lines
@@ -100,3 +101,4 @@ class Run:
     block: Block = field(default_factory=Block)
     number: int = field(default_factory=lambda: secrets.randbits(53))
     """Of this syncer process."""
+    confirmations: Confirmations = field(default_factory=Confirmations)

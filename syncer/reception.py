@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -48,6 +49,9 @@ class Reception:
             teller.event("seeding", learner=hello.name)
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
+        if reply.verdict == "finished" and hello.role == "learner":
+            run.confirmations.await_from([hello.name])
+            run.confirmations.asked(hello.name, time.monotonic())
         self._answer(hello.name, hello.incarnation, reply)
 
     def seed(self, message: Seed, now: float) -> None:
@@ -90,6 +94,7 @@ class Reception:
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
         served, who = self._run.served, (goodbye.name, goodbye.incarnation)
+        self._run.confirmations.left(goodbye.name)
         member = served.rounds.members.get(who) if served else None
         if served is None or member is None or member.state == "left":
             return  # the same goodbye again

@@ -184,3 +184,24 @@ def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_
     assert "the syncer rejects what me sends, again and again: delta norm: 3 (5 in a row)" in line
     assert joined.conversation.phase is Phase.FOLLOWING
     assert joined.desk.failure is None
+
+
+@pytest.mark.parametrize(
+    ("last", "ended"),
+    [
+        ({"state": "draining", "t": 600}, True),
+        ({"state": "running", "t": 590, "step_seconds": 0.5}, True),
+        ({"state": "running", "t": 3, "step_seconds": 0.5}, False),
+        ({"state": "stopping", "t": 590, "step_seconds": 0.5}, False),
+    ],
+)
+def test_an_orphan_of_a_run_that_has_probably_finished_is_told_how_to_get_its_model(
+    joined: Talk, last: dict[str, Any], ended: bool
+) -> None:
+    joined.hear(beat(**last), 101.0)
+    for second in range(101, 163):
+        joined.tick(float(second))
+    assert isinstance(joined.desk.failure, Orphaned)
+    command = "`diloco syncer --broker tcp://127.0.0.1:5550 --dir FOLDER`"
+    assert (command in str(joined.desk.failure)) == ended
+    assert f"at step {last['t']} of 600" in str(joined.desk.failure) or not ended

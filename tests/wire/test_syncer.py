@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -461,6 +462,7 @@ def test_a_syncer_that_comes_back_to_a_finished_run_waits_for_somebody_who_asks_
         late = house.learner("late")
         late.wait(Beat, lambda beat: beat.state == "finished" and beat.epoch > a.epoch)
         assert late.hello().verdict == "finished"
+        late.goodbye("finished", beat.model_hash)
         wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
 
 
@@ -623,3 +625,54 @@ def test_a_syncer_that_is_stopped_waits_for_no_answer_when_everybody_has_left(tm
         house.syncer.stop()
         wait_for(lambda: not house._thread.is_alive(), "the syncer ends")
         assert house.failure == []
+
+
+def two_at_the_end(house: SyncerHouse) -> tuple[ScriptedLearner, ScriptedLearner, Beat]:
+    """Two learners of a run that has just finished; the second one says nothing any more."""
+    a, b = house.learner("a"), house.learner("b")
+    a.join()
+    b.join()
+
+    def over() -> Any:
+        if not (beat := finished(a)):
+            b.alive()
+        return beat
+
+    return a, b, wait_for(answers_until(house, a, over), "the run is finished")
+
+
+def lost(house: SyncerHouse, name: str) -> bool:
+    served = house.syncer.current.served
+    return served is not None and served.rounds.members.by_name[name].state == "lost"
+
+
+def test_a_learner_that_falls_silent_at_the_end_is_awaited_until_its_goodbye(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.0)
+    with syncer_house(tmp_path, steps=1) as house:
+        house.stop()
+        house.start(drain_seconds=1000.0)
+        a, b, beat = two_at_the_end(house)
+        monkeypatch.setattr(members, "SILENCE_SECONDS", 0.3)
+        a.goodbye("finished", beat.model_hash)
+        wait_for(lambda: lost(house, "b"), "the other one is lost")
+        before = len(beats(a))
+        wait_for(lambda: len(beats(a)) > before + 2, "the syncer still beats")
+        b.goodbye("finished", beat.model_hash)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes once both have confirmed")
+        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == []
+
+
+def test_a_learner_that_never_confirms_the_final_model_is_named_and_the_syncer_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.0)
+    with syncer_house(tmp_path, steps=1) as house:
+        house.stop()
+        house.start(drain_seconds=0.5)
+        a, _, beat = two_at_the_end(house)
+        a.goodbye("finished", beat.model_hash)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == ["b"]
+        assert (tmp_path / "model.safetensors").is_file()
