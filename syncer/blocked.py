@@ -90,14 +90,14 @@ def _unanswered(rounds: Rounds, rejections: Rejections, call: OpenCall) -> str:
 
 
 def _wrong(member: Member, rejections: Rejections, call: OpenCall) -> str:
-    """Why what this learner answers does not count; '' where it does not answer."""
+    """Why what this learner answers does not count, or would not; '' where it only does not answer."""
+    if member.alive is not None and member.alive.local_steps and not member.tokens:
+        return "count for nothing, as 0 tokens are reported: session.step(tokens=...) must count what is trained on"
     if member.who in call.answers:
         return "cover more tokens than were reported"
     rejected = rejections.of(member.who, "delta")
     if rejected is None:
         return ""
-    if member.alive is not None and member.alive.local_steps and not member.tokens:
-        return "are rejected, as 0 tokens are reported, and session.step(tokens=...) must count what is trained on"
     return f"are rejected, {rejected.sentence}"
 
 

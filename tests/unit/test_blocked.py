@@ -131,12 +131,13 @@ def test_an_answer_beyond_what_was_reported_is_told() -> None:
     assert house.text().endswith("those of a cover more tokens than were reported")
 
 
-def test_that_nobody_reports_tokens_is_told() -> None:
+@pytest.mark.parametrize("answering", [True, False])
+def test_that_no_learner_reports_tokens_is_told_whether_they_answer_or_not(answering: bool) -> None:
     house = House("ab", quorum=1, tokens=0)
-    for name in "ab":
+    for name in "ab" if answering else "":
         assert house.answer(name, tokens_to=0) == "empty"
         house.reject(name, "delta", "empty", times=3)
-    assert "; those of a, b are rejected, as 0 tokens are reported, and session.step(tokens=...)" in house.text()
+    assert "; those of a, b count for nothing, as 0 tokens are reported: session.step(tokens=...)" in house.text()
 
 
 def test_merges_that_give_nothing_usable_are_told() -> None:

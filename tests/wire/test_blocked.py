@@ -115,7 +115,7 @@ def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypat
 
         def told() -> Any:
             notices = [m for m in learners[0].heard if isinstance(m, Welcome) and m.verdict == "notice"]
-            return notices if "those of a, b are rejected, as 0 tokens are reported" in block.text else []
+            return notices if "those of a, b count for nothing, as 0 tokens are reported" in block.text else []
 
         [notice] = wait_for(trains(learners, {}, told), "both hear why")
         assert "empty: it covers 0 tokens" in notice.reason
