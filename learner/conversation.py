@@ -164,7 +164,7 @@ class Conversation:
             sentence = f"the syncer rejects what {self.me.name} sends, again and again: {welcome.reason}"
             log.warning("messages_rejected", learner=self.me.name, sentence=sentence)
             if self.phase is Phase.ASKING:
-                self.desk.waits_for = f"a Hello of its to be taken ({welcome.reason})"
+                self.desk.waits_for = f"its Hello to be taken ({welcome.reason})"
             return
         self.desk.progress_at = now
         if welcome.verdict == "reset":

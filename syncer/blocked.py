@@ -13,6 +13,8 @@ from .rounds import FIRST_STEP_PATIENCE_SECONDS, OpenCall, Rounds
 
 SURE_SECONDS = 5.0
 """How long what lets no round succeed must last: learners that are started together do not come together."""
+SEED_SECONDS = 30.0
+"""How long no part of version 0 must have come; over a thin line one takes a while."""
 PATIENCE_SECONDS, PATIENCE_ROUNDS = 10.0, 4
 """How long answers must be missing that might still come: so many usual rounds, but no less than so many seconds."""
 REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 30.0, 600.0

@@ -16,7 +16,8 @@ from typing import Any
 from ..common.config import BEAT_SECONDS
 from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
 from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
-from .blocked import SURE_SECONDS, Block, Reason, reason_of
+from . import blocked
+from .blocked import Block, Reason, reason_of
 from .export import save_model
 from .merging import Merging
 from .parts import Parts, Run, Served
@@ -204,7 +205,7 @@ class Syncer:
         run, lines = self.current, self.parts.lines
         if not lines.proven:
             sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
-            return Reason("broker", lines.refusal or sentence, SURE_SECONDS)
+            return Reason("broker", lines.refusal or sentence, blocked.SURE_SECONDS)
         if run.served is None:
             return self.reception.waits_for(now)
         return reason_of(run.served.rounds, run.rejections, now)

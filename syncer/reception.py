@@ -11,7 +11,8 @@ from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
 from ..common.printable import printable
 from ..common.wire import Alive, Delta, Goodbye, Hello, Seed, Welcome
-from .blocked import SURE_SECONDS, Reason
+from . import blocked
+from .blocked import Reason
 from .export import read_model
 from .joining import Joining, Reply, Seeding
 from .members import RESET_AFTER, Member, Members
@@ -129,16 +130,16 @@ class Reception:
                 self._answer(name, incarnation, Reply("notice", notice))
 
     def waits_for(self, now: float) -> Reason | None:
-        """What a run without a model waits for, once somebody is there to begin it."""
+        """What a run without a model waits for, once a learner is chosen to begin it."""
         seeding = self._joining.seeding
-        if seeding is None:
+        if seeding is None or now - seeding.progress_at < blocked.SEED_SECONDS:
             return None
         parts, missing = len(seeding.assemblies), len(seeding.missing())
         sentence = (
             f"{seeding.who[0]} was chosen to send version 0 and has sent nothing for {now - seeding.progress_at:.0f} s "
             f"({missing} of {parts} parts are missing)"
         )
-        return Reason("seed", sentence, SURE_SECONDS) if now - seeding.progress_at >= SURE_SECONDS else None
+        return Reason("seed", sentence, patience_seconds=0.0)
 
     def _greet(self, hello: Hello) -> None:
         self._greeted.pop(hello.name, None)

@@ -205,3 +205,11 @@ def test_an_orphan_of_a_run_that_has_probably_finished_is_told_how_to_get_its_mo
     command = "`diloco syncer --broker tcp://127.0.0.1:5550 --dir FOLDER`"
     assert (command in str(joined.desk.failure)) == ended
     assert f"at step {last['t']} of 600" in str(joined.desk.failure) or not ended
+
+
+def test_a_join_whose_hello_is_rejected_waits_for_that_in_words() -> None:
+    talk = Talk()
+    talk.hear(beat(), 100.0)
+    reason = "hello layout: a tensor's name (3 in a row)"
+    talk.hear(Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason=reason), 100.1)
+    assert talk.desk.waits_for == f"its Hello to be taken ({reason})"

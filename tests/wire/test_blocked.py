@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import syncer_house as scripted
+from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.fragments import Layout
 from decoupled_diloco.common.registry import read_status
 from decoupled_diloco.common.wire import Beat, Call, Welcome
 from decoupled_diloco.compose.store import EmbeddedStore
 from decoupled_diloco.syncer import blocked, loop, members, rejections, screen
 from syncer_house import LAYOUT, ScriptedLearner, SyncerHouse, syncer_house
+from transport import free_ports
 from waiting import wait_for
 
 
@@ -23,6 +26,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats come fast, and patience is short, so that tests need not wait for them."""
     monkeypatch.setattr(loop, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(blocked, "SURE_SECONDS", 0.3)
+    monkeypatch.setattr(blocked, "SEED_SECONDS", 0.3)
     monkeypatch.setattr(blocked, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(blocked, "PATIENCE_ROUNDS", 0)
     monkeypatch.setattr(rejections, "APART_SECONDS", 0.0)
@@ -165,3 +169,31 @@ def test_a_newcomer_whose_layout_is_none_hears_of_it(house: SyncerHouse) -> None
     welcome = newcomer.hello(Layout((tensor, *LAYOUT.tensors[1:])))
     assert welcome.verdict == "notice"
     assert "hello layout: a tensor's name" in welcome.reason
+
+
+def test_a_learner_that_was_chosen_to_begin_the_run_and_sends_nothing_is_named(house: SyncerHouse) -> None:
+    a, block = house.learner("a"), house.syncer.current.block
+    a.wait(Beat)
+    what = "a was chosen to send version 0 and has sent nothing for"
+    wait_for(lambda: a.hello().verdict == "seed" and what in block.text, "it is named")
+    a.join()
+    wait_for(trains([a], {}, lambda: not block.text), "it moves")
+
+
+def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
+    port = free_ports()
+    broker = Broker(BrokerConfig(port=port))
+    broker.start()
+    house = SyncerHouse(tmp_path, port, scripted.settings())
+    house.start()
+    try:
+        [a], block = joined(house, "a"), house.syncer.current.block
+        broker.stop()
+        broker.join()
+        wait_for(lambda: f"the broker at tcp://127.0.0.1:{port} does not answer" in block.text, "it says so")
+        broker = Broker(BrokerConfig(port=port))
+        broker.start()
+        wait_for(trains([a], {}, lambda: not block.text), "it moves again")
+    finally:
+        house.close()
+        broker.stop()
