@@ -18,6 +18,7 @@ import click
 
 from .common.config import PRESETS, BrokerConfig, LearnerConfig, RunSettings, TaskSettings, preset
 from .common.errors import DilocoError
+from .common.limits import limit_of
 from .common.output import echo, make_stdout_expendable, protect
 from .common.printable import printable
 from .compose.environment import Group, from_environment, in_force, strangers
@@ -338,6 +339,11 @@ def run_command(arguments: list[str] | None = None) -> int:
         return _say(str(wrong), wrong.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return 130
+    except Exception as wrong:
+        reason = limit_of(wrong)
+        if not reason:
+            raise
+        return _say(f"{type(wrong).__name__}: {wrong}: {reason}", 1)
 
 
 def _crashed(kind: type[BaseException], wrong: BaseException, trace: TracebackType | None) -> None:

@@ -7,6 +7,8 @@ import signal
 import time
 
 from ..common.config import BrokerConfig
+from ..common.errors import LimitReached
+from ..common.limits import check_room, raise_file_limit
 from ..common.log import get_logger
 from ..common.sockets import Waker
 from .loop import Broker
@@ -18,7 +20,10 @@ STATS_SECONDS = 10.0
 
 
 def main(config: BrokerConfig) -> int:
-    """Pass messages on until a signal asks to stop; the exit code. SettingError if a port is taken."""
+    """Pass messages on until a signal asks to stop; the exit code. SettingError if a port is taken, LimitReached if the
+    system does not give it what it needs for a start.
+    """
+    raise_file_limit()  # each client costs four
     stop = Waker()  # a signal handler may write to a socket; it must not take the lock that an Event has
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.wake())
@@ -27,18 +32,41 @@ def main(config: BrokerConfig) -> int:
     log.info(
         "broker_ready", host=config.host, port=config.port, queue_mib=config.queue_mib, keyed=config.keys is not None
     )
+    room = Room()
     idle, stats_at = Idle(config.exit_when_idle_seconds), time.monotonic() + STATS_SECONDS
     while not select.select([stop], [], [], LOOK_SECONDS)[0]:
         now = time.monotonic()
         if now >= stats_at:
             stats_at = now + STATS_SECONDS
             log.debug("broker_stats", **broker.counters())
+        room.look()
         if idle.over(now, in_use=broker.in_use()):
             log.info("broker_idle", seconds=config.exit_when_idle_seconds)
             break
     broker.stop()
     log.info("broker_stopped", **broker.counters())
     return 1 if broker.failure is not None else 0
+
+
+class Room:
+    """Whether clients still get in: each connection is an open file. Said once where they do not, and once where they
+    do again.
+    """
+
+    def __init__(self) -> None:
+        self._full = False
+
+    def look(self) -> None:
+        try:
+            check_room("a broker with all its clients", files=0, threads=0)
+        except LimitReached as wrong:
+            if not self._full:
+                log.warning("broker_full", sentence=f"nobody else can connect: {wrong}")
+            self._full = True
+        else:
+            if self._full:
+                log.info("broker_has_room")
+            self._full = False
 
 
 class Idle:

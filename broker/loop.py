@@ -18,7 +18,7 @@ import zmq
 from ..common.config import CHUNK_BYTES, MESSAGE_BYTES, BrokerConfig
 from ..common.errors import SettingError
 from ..common.keys import KeyRing
-from ..common.sockets import CONTROL_MESSAGES, Address, Context, Socket, configure
+from ..common.sockets import CONTROL_MESSAGES, Address, Context, Socket, check_sockets, configure
 from ..common.wire import Plane
 from .door import Door
 from .gate import Gate
@@ -46,6 +46,7 @@ class Broker:
         """Listen on all four ports and forward; SettingError, and nothing listens, if one or a key cannot be had."""
         address = Address(numeric(self.config.host), self.config.port)
         ring = None if self.config.keys is None else KeyRing(self.config.keys)
+        check_sockets("the broker", 10, io_threads=2, threads=4)
         self._context = zmq.Context(io_threads=2)
         try:
             if ring is not None:

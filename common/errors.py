@@ -8,6 +8,7 @@ DilocoError
 ├── Orphaned           no beat for --orphan-timeout; the learner has saved and stops          exit code 5
 ├── SaveFailed         the run ended, but its last checkpoint could not be written            exit code 6
 ├── Diverged           a learner's own loss or parameters are no longer finite                exit code 7
+├── LimitReached       the system gives this process no more files, threads or processes      exit code 1
 └── Malformed          a message or file is not what it says it is; counted, never fatal
 """
 
@@ -68,6 +69,10 @@ class Diverged(DilocoError):
     """
 
     exit_code = 7
+
+
+class LimitReached(DilocoError):
+    """The system gives this process no more open files, threads or processes; the sentence names the limit."""
 
 
 class Malformed(DilocoError):

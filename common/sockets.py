@@ -23,6 +23,7 @@ from .config import DEFAULT_PORT, MESSAGE_BYTES
 from .errors import Malformed, SettingError
 from .handshakes import Handshakes, Refusal
 from .keys import Key
+from .limits import check_room
 from .wire import MAX_COUNT, Message, decode, encode
 
 Socket = zmq.Socket[bytes]
@@ -147,6 +148,16 @@ def connect(socket: Socket, endpoint: str) -> None:
     else:
         socket.setsockopt(zmq.IPV6, 0)
     socket.connect(endpoint)
+
+
+CONTEXT_FILES, FILES_A_THREAD, FILES_A_SOCKET = 3, 2, 4
+"""What libzmq opens for a context, for each of its threads, and for a socket with its connection and its monitor."""
+
+
+def check_sockets(who: str, sockets: int, *, io_threads: int = 1, threads: int = 0) -> None:
+    """LimitReached unless `who` may open a context with so many sockets, and start `threads` of its own."""
+    files = CONTEXT_FILES + FILES_A_THREAD * io_threads + FILES_A_SOCKET * sockets
+    check_room(who, files=files, threads=1 + io_threads + threads)
 
 
 class Line:

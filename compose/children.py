@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..common.errors import DilocoError
+from ..common.errors import DilocoError, LimitReached
+from ..common.limits import limit_of
 from .environment import without_options
 
 FIRST_DELAY_SECONDS = 0.5
@@ -29,6 +30,9 @@ SETTLED_SECONDS = 60.0
 START_SECONDS = 15.0
 """A child that ends by itself sooner than this never really started."""
 LOOK_SECONDS = 0.02
+CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS,
+                     signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ})  # fmt: skip
+"""Signals that are a program's own fault; the others are sent from outside."""
 
 
 class Process(Protocol):
@@ -64,16 +68,20 @@ class Exit:
 
 
 class Child:
-    """One process and its back-off. `launch` starts it and returns at once, or raises DilocoError or OSError."""
+    """One process and its back-off. `launch` starts it and returns at once, or raises DilocoError or OSError.
 
-    def __init__(self, name: str, launch: Launch) -> None:
+    began: whether it has begun its work since it was started last, where that can be known. Until then even a kill from
+    outside is a false start, since the system kills what wants more memory than there is.
+    """
+
+    def __init__(self, name: str, launch: Launch, began: Callable[[], bool] | None = None) -> None:
         self.name = name
         self.process: Process | None = None
         self.lives = 0
         self.false_starts = 0
-        """Ends by itself within START_SECONDS, in a row."""
+        """Ends by itself within START_SECONDS, or before it began, in a row."""
         self.due_at: float | None = None
-        self._launch = launch
+        self._launch, self._began = launch, began
         self._launched_at = 0.0
         self._delay = FIRST_DELAY_SECONDS
 
@@ -104,11 +112,17 @@ class Child:
         lived = now - self._launched_at
         if lived >= SETTLED_SECONDS:
             self._delay = FIRST_DELAY_SECONDS
-        self.false_starts = self.false_starts + 1 if code > 0 and lived < START_SECONDS else 0
+        self.false_starts = self.false_starts + 1 if self._is_false_start(code, lived) else 0
         if code != 0:
             self.due_at = now + self._delay
             self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
         return Exit(name=self.name, code=code, lives=self.lives, lived_seconds=lived, reason=reason)
+
+    def _is_false_start(self, code: int, lived_seconds: float) -> bool:
+        by_itself = code > 0 or -code in CRASHES
+        if by_itself and lived_seconds < START_SECONDS:
+            return True
+        return code != 0 and self._began is not None and not self._began()
 
     def signal(self, number: int) -> None:
         """Send a signal to the child and to what it started."""
@@ -125,9 +139,9 @@ class Family:
     def __init__(self) -> None:
         self.children: dict[str, Child] = {}
 
-    def add(self, name: str, launch: Launch) -> Child:
+    def add(self, name: str, launch: Launch, began: Callable[[], bool] | None = None) -> Child:
         """Start a child and keep it alive from now on. What `launch` raises is raised."""
-        child = self.children[name] = Child(name, launch)
+        child = self.children[name] = Child(name, launch, began)
         child.start(time.monotonic())
         return child
 
@@ -190,14 +204,20 @@ def spawn(
     """A child in a session of its own; everything it prints is appended to the file `stderr`.
 
     `threads` bounds what numeric libraries take before anybody asks them; `more` is added to its environment,
-    in which no option of ours stands otherwise: it has all that it needs in `command`.
+    in which no option of ours stands otherwise: it has all that it needs in `command`. LimitReached if the system gives
+    no more processes or files.
     """
     own = {"PYTHONFAULTHANDLER": "1", **_thread_limits(threads), **(more or {})}
     environment = without_options(os.environ) | own
-    with stderr.open("ab") as file:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
-        )
+    try:
+        with stderr.open("ab") as file:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+    except OSError as wrong:
+        if not (reason := limit_of(wrong)):
+            raise
+        raise LimitReached(f"a process of the run cannot be started ({wrong.strerror}): {reason}") from wrong
 
 
 def _thread_limits(threads: int) -> Mapping[str, str]:

@@ -25,6 +25,8 @@ log = get_logger("up")
 FALSE_STARTS = 5
 """A process that so often in a row ends right after its start, before anything was merged, ends the run. (Not the
 evaluator: nobody waits for it.)"""
+FALSE_STARTS_LATER = 10
+"""The same once something was merged, for what the run cannot do without; two to three minutes, with the back-off."""
 ENDS_THE_RUN = {
     2: "a setting is wrong", 4: "another syncer serves the run", 6: "the last checkpoint was not written",
     7: "the global model has diverged",
@@ -103,7 +105,7 @@ class House:
             self._log_began[name] = size_of(self.folder.log(name))
             return spawn(command, self.folder.stderr(name), threads, environment)
 
-        self.family.add(name, launch)
+        self.family.add(name, launch, (lambda: self._has_joined(name)) if kind == "learner" else None)
 
     def tell(self) -> None:
         """Write run.json: where everything is, for `diloco status` and for people. A full disk ends no run: as long as
@@ -164,16 +166,24 @@ class House:
         return ""
 
     def _check_pointless(self, exit_: Exit, false_starts: int, merged: bool) -> None:
-        sentence = self.last_words(exit_.name)
+        sentence = exit_.reason or self.last_words(exit_.name)
         first_refusal = exit_.code == 2 and exit_.lives == 1 and not self._has_joined(exit_.name)
         if first_refusal or (exit_.name == "syncer" and exit_.code in ENDS_THE_RUN):
             wrong = SettingError(sentence or f"{exit_.name}: {ENDS_THE_RUN[exit_.code]}")
             wrong.exit_code = exit_.code
             raise wrong
-        if false_starts >= FALSE_STARTS and not merged and exit_.name != "evaluator":
+        if exit_.name != "evaluator" and (self._stands_still(exit_.name) if merged else false_starts >= FALSE_STARTS):
             where = self.folder.stderr(exit_.name)
-            raise DilocoError(f"{exit_.name} ended {false_starts} times right after its start; its last words: "
-                              f"{sentence or 'none'} (all of them: {where})")  # fmt: skip
+            again = f"; go on by `diloco up --resume {self.folder.name}` once that is mended" if merged else ""
+            raise DilocoError(
+                f"{exit_.name} ended {false_starts} times right after its start ({exit_.describe()}); its last words: "
+                f"{sentence or 'none'} (all of them: {where}){again}"
+            )
+
+    def _stands_still(self, name: str) -> bool:
+        """Whether a run under way waits in vain for `name`: a learner is missed only if no other can start, either."""
+        needed = self.learners if name in self.learners else [name]
+        return all(self.family.children[each].false_starts >= FALSE_STARTS_LATER for each in needed)
 
     def last_words(self, name: str) -> str:
         """The last line that a process wrote to stderr, without our own prefix."""

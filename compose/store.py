@@ -104,7 +104,7 @@ class EmbeddedStore:
         raise SettingError(
             f"the store did not start on 127.0.0.1:{port}"
             + (" (the port is in use)" if is_taken(port) else "")
-            + f"; its log is {self.directory / 'store.log'}"
+            + f"; its log is {self.directory / 'store.log'}{self._last_words()}"
         )
 
     def stop(self) -> None:
@@ -139,6 +139,13 @@ class EmbeddedStore:
                 stderr=subprocess.STDOUT,
                 process_group=0,  # Ctrl-C at the terminal is for us; the store goes last
             )
+
+    def _last_words(self) -> str:
+        try:
+            lines = (self.directory / "store.log").read_text("utf-8", "replace").split("\n")
+        except OSError:
+            return ""
+        return next((f" and ends: {line}" for line in reversed(lines) if line.strip()), "")
 
     def _wait_until_it_answers(self) -> bool:
         """False if the child ended or somebody else answers at its port."""

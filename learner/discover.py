@@ -12,7 +12,7 @@ from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
 from ..common.holding import held_key, run_of
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, check_sockets, refusal_of
 from ..common.wire import Beat, beat_topic
 
 log = get_logger("learner")
@@ -34,6 +34,7 @@ def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Pa
         check_name("--run", run)
     place, held = Address.parse(address), held_key(key)
     run = run_of(held, run, key)
+    check_sockets("looking for a run", 1)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
         downlink = Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held)
         try:

@@ -16,8 +16,18 @@ from ..common.config import LearnerConfig
 from ..common.errors import DilocoError
 from ..common.fragments import Plan
 from ..common.holding import held_key
+from ..common.limits import limit_of
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, Waker, refusal_of
+from ..common.sockets import (
+    CONTROL_MESSAGES,
+    Address,
+    Downlink,
+    Line,
+    Uplink,
+    Waker,
+    check_sockets,
+    refusal_of,
+)
 from ..common.wire import Plane, beat_topic, prefix
 from .conversation import Conversation
 from .desk import Desk
@@ -50,6 +60,8 @@ class Link:
         desk: Desk,
         source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
+        """LimitReached if this process may not open its sockets or start its threads."""
+        check_sockets(f"{me.role} {me.name}", 4, threads=2)
         self.config, self.me, self.desk = config, me, desk
         self._key = held_key(config.key)
         self.address = Address.parse(config.broker)
@@ -86,20 +98,29 @@ class Link:
 
     # --- the thread --------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        one_thread_for_torch()
-        torch.set_flush_denormal(False)  # a thread inherits it, and the same bits are wanted everywhere
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        """Serve until the end. However this thread ends, the training thread hears of it."""
         try:
-            self._serve(context)
+            one_thread_for_torch()
+            torch.set_flush_denormal(False)  # a thread inherits it, and the same bits are wanted everywhere
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+            try:
+                self._serve(context)
+            finally:
+                context.destroy()
         except DilocoError as failure:
             self.desk.fail(failure)
-        except Exception as failure:
-            log.exception("link_failed")
-            told = DilocoError(f"the link to {self.address} failed: {type(failure).__name__}: {failure}")
+        except BaseException as failure:
+            reason = limit_of(failure)
+            told = DilocoError(
+                f"the link of {self.me.name} to {self.address} failed: {type(failure).__name__}: {failure}"
+                + (f" ({reason})" if reason else "")
+            )
             told.__cause__ = failure
             self.desk.fail(told)
+            log.exception("link_failed")
         finally:
-            context.destroy()
+            if not (self.conversation.over or self._abandoned):  # the first failure counts
+                self.desk.fail(DilocoError(f"the thread of {self.me.name} that talks to {self.address} has ended"))
             self._waker.close()
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:

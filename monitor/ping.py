@@ -12,7 +12,7 @@ import zmq
 from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
 from ..common.holding import held_key, run_of
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, check_sockets, refusal_of
 from ..common.wire import MAX_COUNT, Beat, Ping, Plane, beat_topic, prefix
 
 EVERY_SECONDS = 0.1
@@ -35,6 +35,7 @@ def ping(
         check_name("--run", run)
     place, held = Address.parse(address), held_key(key)
     run = run_of(held, run, key)
+    check_sockets("a ping", 4)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
         up = {
             Plane.CONTROL: Uplink(context, place.control_in, hwm_messages=CONTROL_MESSAGES, key=held),

@@ -13,7 +13,7 @@ import zmq
 
 from ..common.errors import Malformed
 from ..common.holding import held_key
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, check_sockets, refusal_of
 from ..common.wire import Message, Plane, beat_topic, prefix
 
 QUEUE_MESSAGES = 256
@@ -39,6 +39,7 @@ class Lines:
     ) -> None:
         """`key`: the file with the syncer's key, for a broker that asks for keys."""
         address, held = Address.parse(broker), held_key(key, "syncer")
+        check_sockets(f"the syncer of run {run}", 4, threads=3)
         self._broker, self._key = broker, key
         self._context: zmq.Context[Any] = zmq.Context()
         self._up = {

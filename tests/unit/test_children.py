@@ -84,6 +84,35 @@ def test_the_delay_doubles_up_to_its_limit_and_a_long_life_forgives(output: Path
     assert child.false_starts == 0
 
 
+@pytest.mark.parametrize(
+    ("code", "began", "counts"),
+    [
+        ("import os; os.abort()", None, True),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", None, False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, False),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", False, True),
+        ("raise SystemExit(3)", True, True),
+        ("pass", False, False),
+    ],
+    ids=["aborts", "is killed", "is killed at work", "is killed before it began", "fails at work", "ends well"],
+)
+def test_a_start_is_false_if_the_child_fails_by_itself_or_never_begins(
+    output: Path, code: str, began: bool | None, counts: bool
+) -> None:
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+    child = Child("a", lambda: python(limits + code, output), None if began is None else lambda: began)
+    child.start(0.0)
+    assert wait_for(lambda: child.look(1.0), "it ended")
+    assert child.false_starts == int(counts)
+
+
+def test_a_child_that_never_begins_has_a_false_start_however_long_that_takes(output: Path) -> None:
+    child = Child("a", lambda: python("raise SystemExit(3)", output), lambda: False)
+    child.start(0.0)
+    assert wait_for(lambda: child.look(70.0), "it ended")
+    assert child.false_starts == 1
+
+
 def test_a_child_that_ends_well_is_left_alone(family: Family, output: Path) -> None:
     child = family.add("a", lambda: python("pass", output))
     assert the_exit(family).code == 0

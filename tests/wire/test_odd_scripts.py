@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +16,7 @@ import pytest
 import torch
 from decoupled_diloco.common.codec import decode_delta, encode_delta
 from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.errors import DilocoError
 from decoupled_diloco.common.wire import Goodbye
 from decoupled_diloco.learner import admission, conversation
 from decoupled_diloco.learner.link import Link
@@ -319,3 +322,41 @@ def test_forked_workers_of_a_data_loader_work_beside_a_session(broker: str) -> N
                 assert torch.equal(torch.cat(read), data)
                 assert session.tokens == 8 * epoch
             assert not syncer.all_of(Goodbye)
+
+
+# --- a link that dies ------------------------------------------------------------------------------------------------
+def die(thread: threading.Thread, how: type[BaseException]) -> None:
+    """Have `how` raised in a thread that runs, wherever it is."""
+    assert thread.ident is not None
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(how)) == 1
+    wait_for(lambda: not thread.is_alive(), "the thread has ended")
+
+
+@pytest.mark.parametrize("how", [SystemExit, MemoryError, KeyboardInterrupt, GeneratorExit, RuntimeError])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_the_links_thread_dies_of_the_next_step_says_so(broker: str, how: type[BaseException]) -> None:
+    with syncer_at(broker):
+        session = member(broker, model_of(-1.0))
+        assert isinstance(session._link, Link)
+        die(session._link._thread, how)
+        for _ in range(2):
+            with pytest.raises(DilocoError, match=rf"the link of me to tcp://.* failed: {how.__name__}"):
+                session.step(tokens=1)
+        session.close("failed")
+
+
+def test_a_join_whose_thread_dies_says_so_at_once(broker: str) -> None:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            member(broker, model_of(-1.0), run="nobodys", name="early")
+        except DilocoError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=work, daemon=True)
+    waiting.start()
+    links = wait_for(lambda: [t for t in threading.enumerate() if t.name == "diloco-link-early"], "its link is up")
+    die(links[0], SystemExit)
+    waiting.join(10)
+    assert "the link of early to" in str(raised[0])
