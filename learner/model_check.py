@@ -129,9 +129,7 @@ class ModelCheck:
                 yield f"{name} stopped sharing its memory with the parameter tied to it"
 
 
-_REMEDY = (
-    "make the change before join(), or close this session and join again with the changed model in a run of its own"
-)
+_REMEDY = "make the change before join(), or close the session and join a run of its own with the changed model"
 
 
 def _by_name(model: nn.Module) -> dict[str, tuple[Tensor, bool]]:

@@ -109,8 +109,8 @@ def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
     some = full[:: max(1, -(-len(full) // SAMPLED_TENSORS))]
 
     def reader(tensor: Tensor) -> Callable[[], Tensor]:
-        count = min(SAMPLED_ELEMENTS, tensor.numel())
-        places = torch.linspace(0, tensor.numel() - 1, count, device="cpu").long().to(tensor.device)
+        last, count = tensor.numel() - 1, min(SAMPLED_ELEMENTS, tensor.numel())
+        places = torch.tensor([last * i // max(1, count - 1) for i in range(count)], device=tensor.device)
         return lambda: tensor.detach().reshape(-1)[places].to("cpu", torch.float64)
 
     return [reader(tensor) for tensor in some]

@@ -310,7 +310,8 @@ def test_forked_workers_of_a_data_loader_work_beside_a_session(broker: str) -> N
     data = torch.arange(8.0, device="cpu")
     with syncer_at(broker) as syncer, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with member(broker, model_of(-1.0)) as session:
+        model = model_of(-1.0)
+        with member(broker, model) as session:
             loader: Iterable[torch.Tensor] = DataLoader(
                 TensorDataset(data), batch_size=2, num_workers=2, multiprocessing_context="fork"
             )
@@ -318,6 +319,7 @@ def test_forked_workers_of_a_data_loader_work_beside_a_session(broker: str) -> N
                 read = []
                 for (batch,) in loader:
                     read.append(batch)
+                    move(model, 0.5)
                     assert session.step(tokens=len(batch))
                 assert torch.equal(torch.cat(read), data)
                 assert session.tokens == 8 * epoch
