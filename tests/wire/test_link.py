@@ -635,7 +635,7 @@ def test_a_link_that_fails_tells_the_next_step(syncer: ScriptedSyncer, me: Train
         raise RuntimeError("out of order")
 
     talk_of(me.session).tick = broken  # type: ignore[method-assign, assignment]
-    with pytest.raises(DilocoError, match=r"the link to tcp.* failed: RuntimeError: out of order"):
+    with pytest.raises(DilocoError, match=r"the link of me to tcp.* failed: RuntimeError: out of order"):
         wait_for(lambda: not me.step(), "the failure is told")
 
 
