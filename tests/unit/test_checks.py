@@ -175,6 +175,24 @@ def test_tied_weights_that_are_two_objects_must_stay_one_memory() -> None:
     lone.session.close("failed")
 
 
+class Wrapped(nn.Module):
+    """As DDP holds a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda m: torch.compile(m, backend="eager")], ids=["module.", "compiled"])
+def test_a_change_inside_a_wrapper_is_refused(model: Model, optimizer: Optimizer, wrap: Callable[[Any], Any]) -> None:
+    lone = Lone(wrap(model), optimizer)
+    assert step(lone, model, optimizer)
+    model.body.append(nn.Linear(1, 1))
+    with pytest.raises(SettingError, match=r"body\.2\.weight was added to the model"):
+        lone.session.step(tokens=10)
+    lone.session.close("failed")
+
+
 # --- what the optimizers hold ----------------------------------------------------------------------------------------
 def test_an_optimizer_that_steps_more_than_the_model_is_refused_at_join() -> None:
     model = nn.Linear(2, 2)

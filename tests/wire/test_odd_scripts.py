@@ -16,7 +16,7 @@ import pytest
 import torch
 from decoupled_diloco.common.codec import decode_delta, encode_delta
 from decoupled_diloco.common.config import RunSettings
-from decoupled_diloco.common.errors import DilocoError
+from decoupled_diloco.common.errors import DilocoError, SettingError
 from decoupled_diloco.common.wire import Goodbye
 from decoupled_diloco.learner import admission, conversation
 from decoupled_diloco.learner.link import Link
@@ -362,3 +362,47 @@ def test_a_join_whose_thread_dies_says_so_at_once(broker: str) -> None:
     die(links[0], SystemExit)
     waiting.join(10)
     assert "the link of early to" in str(raised[0])
+
+
+# --- steps that are no steps, models that change ---------------------------------------------------------------------
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> None:
+    """Gradients of `scale` are added, and the optimizer steps if they are finite, as under a gradient scaler."""
+    sum(p.float().sum() * scale for p in trained_of(model)).backward()  # type: ignore[union-attr]
+    if scale < float("inf"):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_was_not_stepped_is_not_sent(broker: str) -> None:
+    model = model_of(-1.0)
+    optimizer = torch.optim.SGD(trained_of(model), lr=0.25)
+    with syncer_at(broker) as syncer, join(broker, model, optimizer, name="me", run="r") as session:
+        syncer.call(0, 0)
+        wait_for(lambda: session._desk._calls, "the call is heard")
+        for _ in range(3):
+            trained(model, optimizer, float("inf"))
+            assert session.step(tokens=10)
+            optimizer.zero_grad()
+        sum(p.float().sum() for p in trained_of(model)).backward()  # type: ignore[union-attr]
+        assert session.step(tokens=10)
+        assert not session._desk._captures
+        trained(model, optimizer)
+        assert session.step(tokens=10)
+        answer, _ = syncer.delta(slot=0, name="me")
+        assert (answer.steps_from, answer.steps_to, answer.tokens_from, answer.tokens_to) == (0, 1, 0, 20)
+
+
+def test_a_learner_whose_model_changes_leaves_with_a_sentence(broker: str) -> None:
+    model = model_of(-1.0)
+    optimizer = torch.optim.SGD(trained_of(model), lr=0.25)
+
+    def script() -> None:
+        with join(broker, model, optimizer, name="me", run="r") as session:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))]})
+            trained(model, optimizer)
+            session.step(tokens=10)
+
+    with syncer_at(broker) as syncer:
+        with pytest.raises(SettingError, match=r"group 1 of SGD holds a tensor of shape \[3\]"):
+            script()
+        assert syncer.wait_for(Goodbye)[0].reason == "failed"
