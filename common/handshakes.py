@@ -29,6 +29,7 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
 )
 NUMBERS = itertools.count(1)
 
@@ -53,6 +54,8 @@ class Handshakes:
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], endpoint: str, *, keyed: bool) -> None:
         self.refusal: Refusal | None = None
         """What the last handshake came to; None while nobody is there as well."""
+        self.connected = False
+        """A broker is there and takes us."""
         self._socket, self._endpoint, self._keyed = socket, endpoint, keyed
         self._broken_off = 0
         self._look_at = 0.0
@@ -78,8 +81,12 @@ class Handshakes:
             self._answered(self._question.answer)
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
-            self._socket.disconnect(self._endpoint)
-            self._socket.connect(self._endpoint)
+            self.reconnect()
+
+    def reconnect(self) -> None:
+        """Begin anew, with what the socket's options are now."""
+        self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
 
     def close(self) -> None:
         """To be called before the socket itself is closed."""
@@ -88,6 +95,9 @@ class Handshakes:
         self._events.close()
 
     def _take(self, event: int, value: int) -> None:
+        self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event == zmq.EVENT_DISCONNECTED:  # after a refusal, too
+            return
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._broken_off += 1  # libzmq calls again by itself
             if self._broken_off >= BROKEN_OFF and self._question is None and self.refusal is None:

@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import re
 import socket as network
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from .errors import Malformed, SettingError
 from .handshakes import Handshakes, Refusal
 from .keys import Key
 from .limits import check_room
+from .names import Place
 from .wire import MAX_COUNT, Message, decode, encode
 
 Socket = zmq.Socket[bytes]
@@ -36,6 +38,8 @@ LINGER_SECONDS = 2.0
 HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
 """A connection on which nothing came for so long, not even a heartbeat, is closed and what waits for it is freed."""
+RESOLVE_SECONDS = 0.5
+"""How long a new connection waits for its host name; one that is not resolved by then is connected to all the same."""
 UNNUMBERED = frozenset({"welcome", "keyframe"})
 """Kinds that not everybody receives; their `sequence` stays 0."""
 SENDERS_REMEMBERED = 65_536
@@ -134,22 +138,6 @@ def show_key(socket: Socket, key: Key) -> None:
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.broker.encode())
 
 
-def connect(socket: Socket, endpoint: str) -> None:
-    """Connect, over IPv4 where the host has such an address, else over IPv6.
-
-    libzmq tries one address only, and with IPv6 on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not.
-    A name that nobody knows yet is asked for again at each attempt.
-    """
-    parts = urlsplit(endpoint)
-    try:
-        network.getaddrinfo(parts.hostname, parts.port, network.AF_INET, network.SOCK_STREAM)
-    except OSError:
-        socket.setsockopt(zmq.IPV6, 1)
-    else:
-        socket.setsockopt(zmq.IPV6, 0)
-    socket.connect(endpoint)
-
-
 CONTEXT_FILES, FILES_A_THREAD, FILES_A_SOCKET = 3, 2, 4
 """What libzmq opens for a context, for each of its threads, and for a socket with its connection and its monitor."""
 
@@ -161,23 +149,43 @@ def check_sockets(who: str, sockets: int, *, io_threads: int = 1, threads: int =
 
 
 class Line:
-    """What sending and receiving sockets share: a connection to the broker, and what becomes of it."""
+    """What sending and receiving sockets share: a connection to the broker, and what becomes of it.
+
+    It goes over IPv4 where the host has such an address, else over IPv6: libzmq tries one address only, and with IPv6
+    on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not. A name that nobody knows yet is asked for again
+    at each attempt.
+    """
 
     def __init__(self, context: Context, socket: Socket, endpoint: str, key: Key | None) -> None:
         self.socket = socket
         if key is not None:
             show_key(socket, key)
         self._handshakes = Handshakes(context, socket, endpoint, keyed=key is not None)
-        connect(socket, endpoint)
+        self._place = Place(urlsplit(endpoint).hostname or "")
+        self._family = self._place.family(RESOLVE_SECONDS)
+        socket.setsockopt(zmq.IPV6, self._family == network.AF_INET6)
+        socket.connect(endpoint)
 
     def look(self) -> None:
-        """Take note of a refusal, and call again after one. To be called often."""
+        """Take note of a refusal and of a name that leads nowhere, and call again after one. To be called often."""
         self._handshakes.look()
+        connected = self._handshakes.connected
+        self._place.look(connected=connected, now=time.monotonic())
+        family = self._place.newest_family()
+        if not connected and family is not None and family != self._family:  # it was not known in time, or has moved
+            self._family = family
+            self.socket.setsockopt(zmq.IPV6, family == network.AF_INET6)
+            self._handshakes.reconnect()
 
     @property
     def refusal(self) -> Refusal | None:
         """Why the broker takes no connection of ours; None if it does, or is not there."""
         return self._handshakes.refusal
+
+    @property
+    def unresolved(self) -> str:
+        """Why the broker's host name leads nowhere, in a sentence; "" if it does, or that is not known."""
+        return self._place.unresolved
 
     def close(self) -> None:
         """Give the socket up; what was sent still goes out for its linger time while the context is closed."""
@@ -188,6 +196,11 @@ class Line:
 def refusal_of(lines: Iterable[Line], broker: str, key: Path | None) -> str:
     """Why the broker does not let one of `lines` in, in a sentence; "" if it lets all in, or is not there."""
     return next((line.refusal.told(broker, key) for line in lines if line.refusal is not None), "")
+
+
+def unresolved_of(lines: Iterable[Line]) -> str:
+    """Why the broker cannot be looked for at all, in a sentence; "" if it can."""
+    return next((line.unresolved for line in lines if line.unresolved), "")
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------

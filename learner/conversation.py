@@ -12,6 +12,7 @@ from ..common.codec import model_hash
 from ..common.config import LearnerConfig
 from ..common.errors import DilocoError, Malformed, Orphaned
 from ..common.log import get_logger
+from ..common.silence import FIRST_SECONDS, Silence
 from ..common.wire import Beat, Call, Delta, Fetch, Goodbye, Keyframe, Message, Plane, Seed, Update, Welcome
 from .admission import Admission, Admitted
 from .answers import Answer, Answers, encode_answer
@@ -66,7 +67,8 @@ class Conversation:
         self._bulk: deque[Delta | Seed] = deque()
         self._admitted: Admitted | None = None
         self._beat: Beat | None = None
-        self._beat_at = self._ticked_at = 0.0
+        self._beat_at = self._ticked_at = self._proven_at = 0.0
+        self._no_beat, self._no_way = Silence(), Silence()
         self._bulk_heard = False
         self._gathering = False
         """The whole model is being fetched; it is handed over when all of it is here."""
@@ -110,6 +112,8 @@ class Conversation:
             return
         if beat.epoch < self.epoch:
             return
+        if self._no_beat.end():
+            log.info("syncer_heard_again", learner=self.me.name, seconds=round(now - self._beat_at, 1))
         self._beat, self._beat_at = beat, now
         self.desk.heard(beat, now)
         if self.phase is Phase.FINISHED:
@@ -270,6 +274,7 @@ class Conversation:
         """The control messages that are due. To be called often; one that cannot be sent comes again by itself."""
         self._leave_out_pauses(now)
         self._check_orphan(now)
+        self._say_silence(now, proven=control_proven and bulk_proven)
         self._take_from_desk()
         if not control_proven:
             self._leave_unheard(now)
@@ -302,12 +307,43 @@ class Conversation:
         """This process itself stood still (stopped, swapped out): what it did not hear meanwhile proves nothing."""
         if self._ticked_at and now - self._ticked_at > PAUSE_SECONDS:
             self._beat_at += now - self._ticked_at
+            self._proven_at += now - self._ticked_at
         self._ticked_at = now
 
     def _check_orphan(self, now: float) -> None:
         limit, beat = self.config.orphan_timeout_seconds, self._beat
         if self._announced and beat is not None and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
             self.desk.fail(Orphaned(orphaned(self.config, beat, now - self._beat_at, self.desk.refusal)))
+
+    def _say_silence(self, now: float, *, proven: bool) -> None:
+        """Log that no beat comes, or that the broker takes nothing: soon, seldom again, and when it is over."""
+        if proven or not self._announced:
+            if self._no_way.end():
+                log.info("broker_takes_again", learner=self.me.name, seconds=round(now - self._proven_at, 1))
+            self._proven_at = now
+        if not self._announced or self.phase is Phase.FINISHED or self.desk.leaving:
+            return
+        if self._no_beat.look(now - self._beat_at):
+            log.warning("syncer_silent", learner=self.me.name, seconds=round(now - self._beat_at, 1),
+                        sentence=self._silence(now - self._beat_at))  # fmt: skip
+        elif now - self._beat_at < FIRST_SECONDS and self._no_way.look(now - self._proven_at):
+            seconds = now - self._proven_at
+            why = self.desk.refusal or "is a port of it blocked?"
+            sentence = (
+                f"beats of run {self.me.run} arrive, and the broker at {self.config.broker} has taken nothing of "
+                f"{self.me.name} for {seconds:.0f} s: {why}"
+            )
+            log.warning("broker_takes_nothing", learner=self.me.name, seconds=round(seconds, 1), sentence=sentence)
+
+    def _silence(self, seconds: float) -> str:
+        why = f" ({self.desk.refusal})" if self.desk.refusal else ""
+        heard = f"no beat of run {self.me.run} has come from {self.config.broker} for {seconds:.0f} s{why}"
+        if self.me.role != "learner":
+            return f"{heard}; the model that is shown stays at its newest version, and follows once the syncer is heard"
+        limit = self.config.orphan_timeout_seconds
+        return (
+            f"{heard}; {self.me.name} trains on, sends once the syncer is heard, and saves and ends after {limit:g} s"
+        )
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
         if self._beat is None:

@@ -117,7 +117,7 @@ class Desk:
         self.waits_for = "a connection to the broker"
         """What a join is waiting for, in words."""
         self.refusal = ""
-        """Why the broker takes no connection, in a sentence; '' while it does, or is not there."""
+        """Why the broker takes no connection or cannot be found, in a sentence; '' while it does, or is not there."""
         self.progress_at = 0.0
         """When the join last came a step further."""
         self.leaving = ""

@@ -12,7 +12,7 @@ from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
 from ..common.holding import held_key, run_of
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, check_sockets, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, check_sockets, refusal_of, unresolved_of
 from ..common.wire import Beat, beat_topic
 
 log = get_logger("learner")
@@ -67,13 +67,13 @@ def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float, 
             said_at = now
             log.info(
                 "waiting",
-                waits_for=refusal_of([downlink], address, key) or _missing(run) + other_version(rejected),
+                waits_for=_hindrance(downlink, address, key) or _missing(run) + other_version(rejected),
                 address=address,
                 seconds=round(now - start),
             )
     if not heard:
-        if refusal := refusal_of([downlink], address, key):
-            raise PeerLost(f"{refusal}; nothing was heard for {timeout_seconds:g} s")
+        if hindrance := _hindrance(downlink, address, key):
+            raise PeerLost(f"{hindrance}; nothing was heard for {timeout_seconds:g} s")
         raise PeerLost(
             f"{_missing(run)}{other_version(rejected)} was not heard at {address} for {timeout_seconds:g} s; "
             "are the broker and the syncer running, and is the address right?"
@@ -84,6 +84,10 @@ def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float, 
 def other_version(rejected: Counter[str]) -> str:
     """A hint for whoever waits in vain, if what was heard is of another version of this package."""
     return " (only one of another version is heard: install the same on both sides)" if rejected["protocol"] else ""
+
+
+def _hindrance(downlink: Downlink, address: str, key: Path | None) -> str:
+    return refusal_of([downlink], address, key) or unresolved_of([downlink])
 
 
 def _missing(run: str) -> str:

@@ -27,6 +27,7 @@ from ..common.sockets import (
     Waker,
     check_sockets,
     refusal_of,
+    unresolved_of,
 )
 from ..common.wire import Plane, beat_topic, prefix
 from .conversation import Conversation
@@ -158,13 +159,14 @@ class Link:
                 uplink.close()
 
     def _look(self, lines: list[Line]) -> None:
-        """Note whether the broker refuses this learner, and tell it when that changes."""
+        """Note whether the broker refuses this learner or cannot be found, and say so when that changes."""
         for line in lines:
             line.look()
         refusal = refusal_of(lines, self.config.broker, self.config.key)
-        if refusal and refusal != self.desk.refusal:
-            log.warning("broker_refuses", learner=self.me.name, sentence=refusal)
-        self.desk.refusal = refusal
+        hindrance = refusal or unresolved_of(lines)
+        if hindrance and hindrance != self.desk.refusal:
+            log.warning("broker_refuses" if refusal else "host_unresolved", learner=self.me.name, sentence=hindrance)
+        self.desk.refusal = hindrance
 
     def _subscribe(self, down: dict[Plane, Downlink]) -> None:
         run = self.config.run

@@ -12,7 +12,7 @@ import zmq
 from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
 from ..common.holding import held_key, run_of
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, check_sockets, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, check_sockets, refusal_of, unresolved_of
 from ..common.wire import MAX_COUNT, Beat, Ping, Plane, beat_topic, prefix
 
 EVERY_SECONDS = 0.1
@@ -55,7 +55,8 @@ def ping(
             context.destroy(linger=0)
     missing = trip.missing(wants_beat=wants_beat)
     if missing:
-        why = refusal_of([*up.values(), *down.values()], address, key)
+        lines = [*up.values(), *down.values()]
+        why = refusal_of(lines, address, key) or unresolved_of(lines)
         raise PeerLost(f"{why or missing.format(address=address)} (waited {timeout_seconds:g} s)")
     return trip.told()
 

@@ -32,6 +32,8 @@ def main(config: SyncerConfig) -> None:
     def absent(seconds: float) -> None:
         if lines.refusal:
             log.warning("broker_refuses", sentence=lines.refusal, seconds=round(seconds))
+        elif lines.unresolved:
+            log.warning("host_unresolved", sentence=lines.unresolved, seconds=round(seconds))
         else:
             log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
 

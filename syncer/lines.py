@@ -13,7 +13,7 @@ import zmq
 
 from ..common.errors import Malformed
 from ..common.holding import held_key
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, check_sockets, refusal_of
+from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Line, Uplink, check_sockets, refusal_of, unresolved_of
 from ..common.wire import Message, Plane, beat_topic, prefix
 
 QUEUE_MESSAGES = 256
@@ -79,6 +79,11 @@ class Lines:
     def refusal(self) -> str:
         """Why the broker takes no connection, in a sentence; "" while it does, or is not there."""
         return refusal_of(self._all, self._broker, self._key)
+
+    @property
+    def unresolved(self) -> str:
+        """Why the broker's host name leads nowhere, in a sentence; "" while it does."""
+        return unresolved_of(self._all)
 
     def wait(self, seconds: float) -> None:
         """Until something arrives, at most `seconds`."""

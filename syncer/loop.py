@@ -31,6 +31,8 @@ SAVE_SECONDS = 30.0
 """How long the last checkpoint may take."""
 SAVED_SECONDS = 0.05
 """How often is looked whether the end is saved."""
+ECHO_SECONDS = 3 * BEAT_SECONDS
+"""How old the last beat of our own may be that came back through the broker."""
 LINGER_SECONDS = 2.0
 """After the end, how long nobody must have fetched anything before the syncer goes."""
 RETURN_SECONDS, RETURN_LINGER_SECONDS = 30.0, 10.0
@@ -60,7 +62,9 @@ class Syncer:
         self._finished_at: float | None = None
         self._returned = False
         """The run was finished when this syncer began."""
-        self._refusal = ""
+        self._hindrance = ""
+        self._echo_at = time.monotonic()
+        """When a beat of our own came back through the broker."""
         self._saved_step = 0
 
     def run(self) -> None:
@@ -172,7 +176,9 @@ class Syncer:
         self.merging.fetch(fetch, now)
 
     def _rival(self, beat: Beat, _now: float) -> None:
-        if beat.syncer != self.current.number and beat.epoch > self.current.epoch:
+        if beat.syncer == self.current.number:
+            self._echo_at = time.monotonic()
+        elif beat.epoch > self.current.epoch:
             raise Superseded(
                 f"another syncer serves run {beat.run} under epoch {beat.epoch}, mine is {self.current.epoch}; "
                 "this one stops, nothing is lost"
@@ -181,7 +187,7 @@ class Syncer:
     # --- beats -------------------------------------------------------------------------------------------------------
     def _beat(self, now: float) -> None:
         self._beat_at = time.monotonic() + BEAT_SECONDS
-        self._say_refusal(self.parts.lines.refusal)
+        self._say_hindrance()
         beat = self._beat_message(now)
         self.parts.lines.send(beat, Plane.CONTROL)
         self.parts.lines.send(beat, Plane.BULK)
@@ -205,15 +211,24 @@ class Syncer:
         run, lines = self.current, self.parts.lines
         if not lines.proven:
             sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
-            return Reason("broker", lines.refusal or sentence, blocked.SURE_SECONDS)
+            return Reason("broker", lines.refusal or lines.unresolved or sentence, blocked.SURE_SECONDS)
+        if time.monotonic() - self._echo_at > ECHO_SECONDS:
+            sentence = (
+                f"nothing comes back from the broker at {self.parts.config.broker}, not even this syncer's own beats: "
+                "the way to it is cut, or it stands still; all goes on once it answers"
+            )
+            return Reason("broker", sentence, blocked.SURE_SECONDS)
         if run.served is None:
             return self.reception.waits_for(now)
         return reason_of(run.served.rounds, run.rejections, now)
 
-    def _say_refusal(self, refusal: str) -> None:
-        if refusal and refusal != self._refusal:
-            self.parts.teller.warn("broker_refuses", sentence=refusal)
-        self._refusal = refusal
+    def _say_hindrance(self) -> None:
+        """That the broker refuses us or cannot be found, once."""
+        refusal, unresolved = self.parts.lines.refusal, self.parts.lines.unresolved
+        hindrance = refusal or unresolved
+        if hindrance and hindrance != self._hindrance:
+            self.parts.teller.warn("broker_refuses" if refusal else "host_unresolved", sentence=hindrance)
+        self._hindrance = hindrance
 
     def _beat_message(self, now: float) -> Beat:
         run, config = self.current, self.parts.config

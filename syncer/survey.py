@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..common.silence import Silence
 from ..common.wire import Alive, Beat
 from .lines import Lines
 
 WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
-"""How often an absent broker is told of."""
+"""How soon an absent broker is told of; then each time that it has been absent for twice as long."""
 LEAP = 2**32
 """No run gets so far beyond what is on the disk. Whoever states more could drive it to where no message can go."""
 SENDERS = 10_000
@@ -56,7 +57,7 @@ class Listening:
     """
 
     def __init__(self, lines: Lines, seconds: float, absent: Callable[[float], None]) -> None:
-        """`absent` is told every 5 s how long the broker has been missing."""
+        """`absent` is told how long the broker has been missing: after 5 s, and again ever more seldom."""
         self._lines, self._seconds, self._absent = lines, seconds, absent
         self._survey = Survey()
         self._wanted, self._closed = threading.Event(), threading.Event()
@@ -85,15 +86,14 @@ class Listening:
             self._failure = failure
 
     def _listen(self) -> None:
-        told = began = time.monotonic()
+        began, silence = time.monotonic(), Silence(ABSENT_SECONDS)
         heard_since: float | None = None
         while not self._closed.is_set():
             self._lines.wait(WAIT_SECONDS)
             now = time.monotonic()
             if not self._lines.proven:
                 heard_since = None
-                if now - told >= ABSENT_SECONDS:
-                    told = now
+                if silence.look(now - began):
                     self._absent(now - began)
                 continue
             heard_since = heard_since or now

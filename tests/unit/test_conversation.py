@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from decoupled_diloco.learner.desk import Desk
 from decoupled_diloco.learner.identity import Identity
 from decoupled_diloco.learner.reports import Traffic
 from decoupled_diloco.learner.seeding import Seeding
+from logged import logged
 
 LAYOUT = Layout((TensorSpec(name="w", shape=(150,), dtype="float32"),))
 PLAN = balanced_plan(LAYOUT, 1)
@@ -36,10 +39,10 @@ def beat(**more: Any) -> Beat:
 class Talk:
     """A conversation, and the syncer's side of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, me: Identity = ME) -> None:
         self.desk = Desk()
         config = LearnerConfig(broker="tcp://127.0.0.1:5550", name="me", run="r", orphan_timeout_seconds=60)
-        self.conversation = Conversation(config, ME, self.desk, Seeding(ME, None))
+        self.conversation = Conversation(config, me, self.desk, Seeding(me, None))
 
     def tick(self, now: float, *, proven: bool = True) -> list[Message]:
         said: Iterator[Message] = self.conversation.tick(
@@ -64,18 +67,21 @@ class Talk:
                     plan_digest=PLAN.digest), now,
         )  # fmt: skip
 
+    def join(self) -> None:
+        self.hear(beat(), 100.0)
+        assert self.kinds(100.0) == [], "nothing is said before a beat came on the bulk plane too"
+        self.conversation.heard(beat(), Plane.BULK, 100.0)
+        assert self.kinds(100.0) == [Hello]
+        self.welcome(100.1)
+        assert Fetch in self.kinds(100.2)
+        self.keyframe(4, 100.3)
+        assert self.desk.wait_joined(0) is not None
+
 
 @pytest.fixture
 def joined() -> Talk:
     talk = Talk()
-    talk.hear(beat(), 100.0)
-    assert talk.kinds(100.0) == [], "nothing is said before a beat came on the bulk plane too"
-    talk.conversation.heard(beat(), Plane.BULK, 100.0)
-    assert talk.kinds(100.0) == [Hello]
-    talk.welcome(100.1)
-    assert Fetch in talk.kinds(100.2)
-    talk.keyframe(4, 100.3)
-    assert talk.desk.wait_joined(0) is not None
+    talk.join()
     return talk
 
 
@@ -213,3 +219,72 @@ def test_a_join_whose_hello_is_rejected_waits_for_that_in_words() -> None:
     reason = "hello layout: a tensor's name (3 in a row)"
     talk.hear(Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason=reason), 100.1)
     assert talk.desk.waits_for == f"its Hello to be taken ({reason})"
+
+
+# --- silence ---------------------------------------------------------------------------------------------------------
+def train_on(talk: Talk, since: float, until: float, *, proven: bool = True, beats: bool = False) -> None:
+    """Ticks as the link makes them, four a second."""
+    for quarter in range(int(4 * since), int(4 * until)):
+        if beats and quarter % 4 == 0:
+            talk.hear(beat(), quarter / 4)
+        talk.tick(quarter / 4, proven=proven)
+
+
+def test_the_silence_of_the_syncer_is_logged_soon_and_seldom_with_what_the_learner_does_and_its_end(
+    joined: Talk, tmp_path: Path
+) -> None:
+    with logged(tmp_path) as events:
+        joined.hear(beat(), 101.0)
+        train_on(joined, 101.0, 150.0)
+        said = events("syncer_silent")
+        assert [row["seconds"] for row in said] == [8, 16, 32]
+        assert said[0]["level"] == "warning"
+        assert said[0]["sentence"] == (
+            "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me trains on, sends once the syncer is "
+            "heard, and saves and ends after 60 s"
+        )
+        joined.desk.refusal = "host name broker cannot be resolved (Name or service not known); is it spelled right?"
+        joined.hear(beat(), 150.0)
+        joined.tick(150.0)
+        assert [row["seconds"] for row in events("syncer_heard_again")] == [49]
+        train_on(joined, 150.0, 159.0)
+        (*_, last) = events("syncer_silent")
+        assert "for 8 s (host name broker cannot be resolved" in last["sentence"]
+        assert len(events("syncer_silent")) == 4
+
+
+def test_what_a_learner_slept_through_itself_is_no_silence_of_the_syncer(joined: Talk, tmp_path: Path) -> None:
+    with logged(tmp_path) as events:
+        joined.hear(beat(), 101.0)
+        train_on(joined, 101.0, 104.0)
+        train_on(joined, 200.0, 203.0)
+        assert events("syncer_silent") == []
+        train_on(joined, 203.0, 210.0)
+        assert len(events("syncer_silent")) == 1
+
+
+def test_a_learner_whose_messages_the_broker_does_not_take_says_so_although_beats_arrive(
+    joined: Talk, tmp_path: Path
+) -> None:
+    with logged(tmp_path) as events:
+        train_on(joined, 101.0, 105.0, beats=True)
+        train_on(joined, 105.0, 130.0, beats=True, proven=False)
+        said = events("broker_takes_nothing")
+        assert [round(row["seconds"]) for row in said] == [8, 16]
+        assert "the broker at tcp://127.0.0.1:5550 has taken nothing of me for 8 s" in said[0]["sentence"]
+        train_on(joined, 130.0, 131.0, beats=True)
+        assert [round(row["seconds"]) for row in events("broker_takes_again")] == [25]
+        assert events("syncer_silent") == []
+
+
+def test_an_observer_says_what_its_model_is_meanwhile_and_a_finished_run_has_no_silence(tmp_path: Path) -> None:
+    with logged(tmp_path) as events:
+        watching = Talk(replace(ME, role="observer"))
+        watching.join()
+        train_on(watching, 101.0, 112.0)
+        (said,) = events("syncer_silent")
+        assert said["sentence"].endswith("stays at its newest version, and follows once the syncer is heard")
+        watching.hear(beat(state="finished", versions=(4,), model_hash=model_hash([VECTOR])), 112.0)
+        assert watching.desk.final
+        train_on(watching, 112.0, 200.0)
+        assert len(events("syncer_silent")) == 1

@@ -17,7 +17,7 @@ from decoupled_diloco.common.wire import Beat, Call, Welcome
 from decoupled_diloco.compose.store import EmbeddedStore
 from decoupled_diloco.syncer import blocked, loop, members, rejections, screen
 from syncer_house import LAYOUT, ScriptedLearner, SyncerHouse, syncer_house
-from transport import free_ports
+from transport import BrokerChild, free_ports
 from waiting import wait_for
 
 
@@ -197,3 +197,25 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
     finally:
         house.close()
         broker.stop()
+
+
+def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connections_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "ECHO_SECONDS", 0.5)
+    with BrokerChild() as broker:
+        house = SyncerHouse(tmp_path, broker.address.port, scripted.settings())
+        house.start()
+        try:
+            [learner] = joined(house, "a")
+            block = house.syncer.current.block
+            broker.stop_in_its_tracks()
+            wait_for(lambda: "not even this syncer's own beats" in block.text, "the syncer says what it waits for")
+            assert house.syncer.parts.lines.proven
+            assert f"nothing comes back from the broker at {house.address}" in block.text
+            broker.go_on()
+            wait_for(trains([learner], {}, lambda: not block.text), "it moves again")
+        finally:
+            broker.go_on()
+            house.close()
+        assert house.failure == []
