@@ -1,10 +1,11 @@
 """What int4's block size costs: held-out loss and bytes a parameter, for blocks of 32 to 512 values that share a scale.
 
-    python benchmarks/block_size.py [--seeds 4] [--jobs 2]
+    python benchmarks/block_size.py [--seeds 3] [--jobs 2] [--out docs/results/block-size.jsonl]
 
 The block size is a constant of the wire format (ALIGN in common/fragments.py), so each size is tried in processes of
 its own, in which that constant was changed before anything else was loaded. M = 4, int4 both ways, T = 480, the model
-of the suites of `diloco compare`. About two minutes on two cores.
+of the suites of `diloco compare`. About two minutes on two cores. `--out` keeps a row for each training, of which
+docs/results.md quotes the differences.
 """
 
 # ruff: noqa: PLC0415 what is imported must find the constant changed
@@ -12,8 +13,10 @@ of the suites of `diloco compare`. About two minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from statistics import mean
 
 from decoupled_diloco.common import fragments
@@ -40,8 +43,9 @@ def one(block: int, seed: int) -> tuple[int, int, float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="also write the results into this file, one JSON line each")
     given = parser.parse_args()
     jobs = [(block, seed) for seed in range(given.seeds) for block in SIZES]
     with ProcessPoolExecutor(
@@ -58,6 +62,10 @@ def main() -> None:
             f"{rows[0][4]:.4f}",
         )  # fmt: skip
     Console().print(table)
+    if given.out:
+        keys = ("name", "seed", "val_a", "val_b", "bytes_a_parameter")
+        rows = (dict(zip(keys, (str(block), *rest), strict=True)) for block, *rest in found)
+        given.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,42 +21,32 @@ SOURCES = [
     for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))]
     if path.relative_to(ROOT).parts[:2] != ("tests", "path")
 ]
+CODE = [path for path in SOURCES if "tests" not in path.relative_to(ROOT).parts]
+PROSE = re.compile(r'"""(?:.|\n)*?"""|#.*')
 FILES = {path.name for path in [*PAGES, *SOURCES, *(ROOT / "compose").iterdir()]}
 MADE_BY_A_USER = {"compose/.env", "train.py"}
 OTHERS_OPTIONS = {
     "--build", "--volumes", "--scale", "--no-deps", "--rm", "--env-file",  # docker compose
     "--help", "--strict", "--scan", "--pattern",
 }  # fmt: skip
-OTHERS_NAMES = {"scp", "exited", "run10", "_bytes"}
-"""A command of another program, a container's state, an example, and the ending of a name."""
-
-
-def tokens(path: Path) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-
-
-def is_docstring(token: tokenize.TokenInfo) -> bool:
-    return token.type == tokenize.STRING and token.string.startswith('"""')
+OTHERS_NAMES = {"ps", "scp", "exited", "run1", "run10", "load_model", "_bytes"}
+"""Commands of other programs, a container's state, examples, a function of safetensors, and the ending of a name."""
 
 
 @cache
 def prose(path: Path) -> str:
     """A page, or the docstrings and comments of a source."""
-    if path.suffix == ".md":
-        return path.read_text(encoding="utf-8")
-    return "\n".join(t.string for t in tokens(path) if t.type == tokenize.COMMENT or is_docstring(t))
+    text = path.read_text(encoding="utf-8")
+    return text if path.suffix == ".md" else "\n".join(PROSE.findall(text))
 
 
 @cache
 def names() -> set[str]:
     """Every word of the code, docstrings and comments left out; and of what is neither Python nor a page."""
-    files = [*(ROOT / "compose").iterdir(), ROOT / "Makefile", ROOT / "pyproject.toml"]
-    found = {word for path in files if path.is_file() for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    for path in SOURCES:
-        for token in tokens(path):
-            if token.type != tokenize.COMMENT and not is_docstring(token):
-                found.update(re.findall(r"\w+", token.string))
-    return found
+    others = [*(ROOT / "compose").iterdir(), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    texts = [PROSE.sub("", path.read_text(encoding="utf-8")) for path in CODE]
+    texts += [path.read_text(encoding="utf-8") for path in others if path.is_file()]
+    return set(re.findall(r"\w+", "\n".join(texts)))
 
 
 @cache
@@ -152,7 +140,7 @@ def test_options_that_are_named_exist() -> None:
 
 
 def test_names_between_backticks_are_in_the_code() -> None:
-    assert stale(unknown_names, [*PAGES, *(path for path in SOURCES if "tests" not in path.parts)]) == []
+    assert stale(unknown_names, [*PAGES, *CODE]) == []
 
 
 def test_redis_keys_are_those_of_the_registry() -> None:
