@@ -29,8 +29,8 @@ OTHERS_OPTIONS = {
     "--build", "--volumes", "--scale", "--no-deps", "--rm", "--env-file",  # docker compose
     "--help", "--strict", "--scan", "--pattern",
 }  # fmt: skip
-OTHERS_NAMES = {"ps", "scp", "exited", "run1", "run10", "load_model", "_bytes"}
-"""Commands of other programs, a container's state, examples, a function of safetensors, and the ending of a name."""
+OTHERS_NAMES = {"ps", "scp", "exited", "run1", "run10", "_bytes"}
+"""Commands of other programs, a container's state, examples, and the ending of a name."""
 
 
 @cache
@@ -44,7 +44,7 @@ def prose(path: Path) -> str:
 def names() -> set[str]:
     """Every word of the code, docstrings and comments left out; and of what is neither Python nor a page."""
     others = [*(ROOT / "compose").iterdir(), ROOT / "Makefile", ROOT / "pyproject.toml"]
-    texts = [PROSE.sub("", path.read_text(encoding="utf-8")) for path in CODE]
+    texts = [PROSE.sub("", path.read_text(encoding="utf-8")) for path in SOURCES]
     texts += [path.read_text(encoding="utf-8") for path in others if path.is_file()]
     return set(re.findall(r"\w+", "\n".join(texts)))
 
