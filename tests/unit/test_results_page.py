@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -111,7 +112,7 @@ class Source:
         return {seed: ours[seed] / theirs[seed] - 1 for seed in ours if seed in theirs}
 
     def column(self, name: str, cell: str) -> float:
-        return mean(row[name] for row in self.rows if row["name"] == cell)
+        return float(mean(row[name] for row in self.rows if row["name"] == cell))
 
     def figures(self) -> tuple[float, ...]:
         """The figure, and where there is one the interval."""
@@ -141,12 +142,10 @@ class Source:
 
 def expanded(line: str) -> Iterator[str]:
     """`M={2,4} / M={2,4}` -> `M=2 / M=2` and `M=4 / M=4`."""
-    choices = [found.split(";") if ";" in found else found.split(",") for found in re.findall(r"\{(.*?)\}", line)]
-    if not choices:
-        yield line
-    for chosen in zip(*choices, strict=True):
-        one = iter(chosen)
-        yield re.sub(r"\{.*?\}", lambda _, one=one: next(one), line)
+    between = re.split(r"\{.*?\}", line)
+    choices = [found.split(",") for found in re.findall(r"\{(.*?)\}", line)]
+    for chosen in zip(*choices, strict=True) if choices else [()]:
+        yield "".join(chain(*zip_longest(between, chosen, fillvalue="")))
 
 
 def spelled(value: float, like: str) -> str:
