@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
+# Tests are shared out to two processes, file by file, the long ones first: much of their time is spent waiting.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run test check setup test-compose test-gpu test-search test-fuzz clean
+.PHONY: help run test test-fast check setup test-tools test-compose test-gpu test-search test-fuzz clean
 
 help:            ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -21,12 +23,18 @@ run: setup       ## train a small language model with 2 learners on this machine
 	$(BIN)/diloco up
 
 test: setup      ## every test that needs no special hardware
-	$(BIN)/pytest
+	$(BIN)/pytest $(SHARED)
+
+test-fast: setup ## those of them that start no whole run
+	$(BIN)/pytest $(SHARED) tests/unit tests/wire
 
 check: setup     ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-tools: setup ## the tests that need a C++ compiler, redis-cli or a file system of their own; else they are skipped
+	$(BIN)/pytest -m tools
 
 test-compose: setup ## the tests that need a Docker Engine; without one they are skipped
 	$(BIN)/pytest -m compose tests/compose

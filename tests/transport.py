@@ -22,9 +22,11 @@ from decoupled_diloco.common.wire import Delta, Message, Update, split
 from waiting import wait_for
 
 HWM = 256
-PORTS = range(10_000, 20_000, 4)
-"""Below those that systems give to outgoing connections: while a broker is away, no client of it, calling again and
-again, may get the very port and so keep it from coming back."""
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+PORTS = range(10_000 + 1_200 * WORKER, 10_000 + 1_200 * (WORKER + 1), 4)
+"""Each process that runs tests has some of its own, so that none takes those of another's broker that is away for a
+moment. And they are below those that systems give to outgoing connections: while a broker is away, no client of it,
+calling again and again, may get the very port and so keep it from coming back."""
 CHILD = """
 import sys
 from decoupled_diloco.broker.__main__ import main

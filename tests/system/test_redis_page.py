@@ -219,6 +219,7 @@ def test_the_stand_in_lists_more_keys_than_one_scan_holds(shown: Any, tmp_path: 
     assert set(listed) == {"dd:run:run", *(f"dd:more-{number}:run" for number in range(300))}
 
 
+@pytest.mark.tools
 def test_the_stand_in_prints_what_redis_cli_prints(shown: Any, tmp_path: Path) -> None:
     real = shutil.which("redis-cli") or shutil.which("valkey-cli")
     if not real:

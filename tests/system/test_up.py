@@ -82,7 +82,7 @@ class Up:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working directory of a run `it` that went through its 60 steps."""
     place = tmp_path_factory.mktemp("finished")
-    with Up(place, "--run", "it", "--steps", "60", "--json", *TINY, reader_of_display=True) as up:
+    with Up(place, "--run", "it", "--steps", "60", "--json", "--tape", *TINY, reader_of_display=True) as up:
         assert up.process.stderr is not None
         up.process.stderr.readline()
         up.process.stderr.close()  # as `head -1` does
@@ -161,6 +161,15 @@ def test_a_finished_run_can_be_looked_at(
     assert told_by("export", "it", "--to", "copy.safetensors").strip() == "copy.safetensors"
     model = finished / "runs" / "it" / "model.safetensors"
     assert (finished / "copy.safetensors").read_bytes() == model.read_bytes()
+
+
+def test_a_finished_run_that_was_taped_is_done_again_to_the_same_bits(
+    finished: Path, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["replay", str(finished / "runs" / "it"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["model_hash"], told["merges"]) == (figures["model_hash"], figures["merges"])
+    assert told["complete"]
 
 
 # --- one run that is treated badly -----------------------------------------------------------------------------------

@@ -262,6 +262,7 @@ def test_files_that_cannot_grow_are_found_at_start_and_later_only_told(tmp_path:
     check_full_disk(tmp_path, LIMITED, [], "File too large")
 
 
+@pytest.mark.tools
 def test_a_full_disk_is_found_at_start_and_later_only_told(tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=512k tmpfs '{tmp_path}'"

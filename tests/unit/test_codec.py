@@ -284,6 +284,7 @@ def compiler(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     torch._dynamo.reset()
 
 
+@pytest.mark.tools
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is not ours
 def test_compiled_and_fused_code_gives_the_same_bits() -> None:

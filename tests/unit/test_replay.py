@@ -233,7 +233,7 @@ def test_a_tape_is_not_written_over(tmp_path: Path) -> None:
 VALUES: list[Any] = [None, -1, 10**30, "x", "\ud800", ALL_AT_ONCE, [], {}, [[1]], float("nan"), True]
 
 
-@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_tape_with_any_field_changed_is_the_same_or_one_sentence(
     taped: tuple[Path, dict[str, Any]], tmp_path: Path, data: st.DataObject
