@@ -201,7 +201,8 @@ from dataclasses import replace
 from decoupled_diloco.common.config import TaskSettings
 from decoupled_diloco.common.errors import DilocoError
 from decoupled_diloco.simulator import comparing, methods, suites
-cells = tuple(methods.Cell(name=str(n), method="lone", learners=1, steps=2) for n in range(4))
+task = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=4)
+cells = tuple(methods.Cell(name=str(n), method="lone", learners=1, steps=2, task=task) for n in range(4))
 suite = suites.Suite(name="pair", asks="?", cells=cells)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({size} + 40, {size} + 40))
