@@ -35,12 +35,12 @@ PING = re.compile(f"{NAME}/ping/".encode())
 
 SAYS: Mapping[Role, frozenset[str]] = {
     "syncer": frozenset({"beat", "call", "welcome", "fragment", "keyframe", "ping"}),
-    "learner": frozenset({"hello", "alive", "goodbye", "fetch", "delta", "seed", "ping"}),
+    "learner": frozenset({"hello", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "ping"}),
     "observer": frozenset({"hello", "fetch", "ping"}),
 }
 """Kinds that each role publishes, of its own run."""
 HEARS: Mapping[Role, tuple[str, ...]] = {
-    "syncer": ("hello", "alive", "goodbye", "fetch", "delta", "seed"),
+    "syncer": ("hello", "alive", "goodbye", "fetch", "delta", "seed", "buffers"),
     "learner": ("call", "fragment", "keyframe"),
     "observer": ("call", "fragment", "keyframe"),
 }

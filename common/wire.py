@@ -240,6 +240,10 @@ class Beat(Message):
     data_hash: str = _f(_digest, default="")
     model_hash: str = _f(_digest, default="")
     """sha256 over all final fragments; set when finished."""
+    buffer_source: tuple[str, int] | None = _f(_or_none(_tuple(_name, _incarnation)), default=None)
+    """(name, incarnation) of the learner that is asked for its Buffers, once finished."""
+    buffers_held: bool = _f(_flag, default=False)
+    """The final model has its buffers: no learner need wait to be asked."""
     syncer: int = _f(_whole(0))
     """Random number of the syncer process: a Beat of another one with a higher epoch supersedes it."""
 
@@ -332,6 +336,8 @@ class Goodbye(Message):
     local_steps: int = _f(_count)
     tokens: int = _f(_count)
     model_hash: str = _f(_digest, default="")
+    buffers: int | None = _f(_or_none(_count), default=0)
+    """After the end of a run: static tensors that training has changed here; None = not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +426,19 @@ class Seed(Chunked):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Buffers(Chunked):
+    """The learner that the Beat asks -> syncer: the static tensors that its training has changed (fragment = P)."""
+
+    KIND: ClassVar[str] = "buffers"
+
+    name: str = _f(_name)
+    incarnation: int = _f(_incarnation)
+    epoch: int = _f(_epoch)
+    digest: str = _f(_digest)
+    """sha256 (hex) of the whole payload, which is as `common.static_part` has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ping(Message):
     """Anybody -> itself, through the broker, on both planes: what comes back proves the way there and back."""
 
@@ -431,14 +450,15 @@ class Ping(Message):
 
 
 MESSAGES: dict[str, type[Message]] = {
-    cls.KIND: cls for cls in (Beat, Call, Hello, Welcome, Alive, Goodbye, Fetch, Delta, Update, Keyframe, Seed, Ping)
+    cls.KIND: cls
+    for cls in (Beat, Call, Hello, Welcome, Alive, Goodbye, Fetch, Delta, Update, Keyframe, Seed, Buffers, Ping)
 }
 CHECKS: dict[type[Message], dict[str, Check]] = {
     cls: {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata} for cls in MESSAGES.values()
 }
 """Of each kind: the fields that its header has, and what each may hold."""
-FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed"})
-NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "ping"})
+FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed", "buffers"})
+NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "ping"})
 BOTH_PLANES = frozenset({"beat", "ping"})
 """Kinds that travel on either plane."""
 

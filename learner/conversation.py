@@ -8,14 +8,28 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from enum import Enum
 
-from ..common.codec import model_hash
-from ..common.config import LearnerConfig
+from ..common.codec import digest, model_hash
+from ..common.config import BEAT_SECONDS, SILENT_BEATS, LearnerConfig
 from ..common.errors import DilocoError, Malformed, Orphaned
 from ..common.log import get_logger
 from ..common.silence import FIRST_SECONDS, Silence
-from ..common.wire import Beat, Call, Delta, Fetch, Goodbye, Keyframe, Message, Plane, Seed, Update, Welcome
+from ..common.wire import (
+    Beat,
+    Buffers,
+    Call,
+    Delta,
+    Fetch,
+    Goodbye,
+    Keyframe,
+    Message,
+    Plane,
+    Seed,
+    Update,
+    Welcome,
+    split,
+)
 from .admission import Admission, Admitted
-from .answers import Answer, Answers, encode_answer
+from .answers import LONGEST_RESEND_SECONDS, RESEND_SECONDS, Answer, Answers, encode_answer
 from .desk import Arrival, Capture, Desk, Joined
 from .discover import other_version
 from .follower import Follower, Public
@@ -32,6 +46,8 @@ FINAL_TRIES = 3
 """So often the final model is fetched before a wrong hash is an error."""
 LEAVE_SECONDS = 5.0
 """How long a learner that leaves in mid-run waits for its last answers to be taken."""
+BUFFERS_SECONDS = 30.0
+"""How long a learner that leaves after the end waits until the final model has the buffers of one learner."""
 HURRY_SECONDS = 1.0
 """The same when it leaves because of an error or Ctrl-C."""
 
@@ -64,7 +80,7 @@ class Conversation:
         """Messages that were not what they said they are, by reason."""
         self.over = False
         """Nothing more is to be said; the link may close."""
-        self._bulk: deque[Delta | Seed] = deque()
+        self._bulk: deque[Delta | Seed | Buffers] = deque()
         self._admitted: Admitted | None = None
         self._beat: Beat | None = None
         self._beat_at = self._ticked_at = self._proven_at = 0.0
@@ -74,6 +90,8 @@ class Conversation:
         """The whole model is being fetched; it is handed over when all of it is here."""
         self._announced = False
         """The join was told that it is over."""
+        self._buffers_due, self._buffers_wait = 0.0, RESEND_SECONDS
+        """When the buffers are sent again if the syncer still asks, and how long after the last time that is."""
         self._mismatches = 0
         self._final_hash = ""
         self._due: dict[str, float] = {}
@@ -117,6 +135,7 @@ class Conversation:
         self._beat, self._beat_at = beat, now
         self.desk.heard(beat, now)
         if self.phase is Phase.FINISHED:
+            self._give_buffers(beat, now)
             return  # nothing can be better than the final model
         if beat.epoch > self.epoch:
             self._enter_epoch(beat.epoch)
@@ -389,24 +408,24 @@ class Conversation:
         """Bulk messages wait to be sent."""
         return bool(self._bulk) or self.seeding.sending
 
-    def next_bulk(self) -> Delta | Seed | None:
+    def next_bulk(self) -> Delta | Seed | Buffers | None:
         """The next bulk message to send, or None. `sent` is to be told when it went out; `unsent` puts it back."""
         while self._bulk:
             message = self._bulk.popleft()
-            if isinstance(message, Seed) or self.answers.keeps(message.slot, message.attempt):
+            if not isinstance(message, Delta) or self.answers.keeps(message.slot, message.attempt):
                 return message
         return self.seeding.next()
 
-    def unsent(self, message: Delta | Seed) -> None:
+    def unsent(self, message: Delta | Seed | Buffers) -> None:
         self._bulk.appendleft(message)
 
     def sent(self, message: Message, now: float) -> None:
         if isinstance(message, Delta) and message.chunk == message.chunks - 1:
             self.answers.sent(message.slot, message.attempt, now)
-        elif isinstance(message, Seed):
+        elif isinstance(message, Seed | Buffers):
             self.desk.progress_at = now
         elif isinstance(message, Goodbye) and self.desk.leaving:
-            self.over = True
+            self.over = not self._buffers_wanted(now)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _goodbyes(self, now: float) -> Iterator[Message]:
@@ -415,10 +434,49 @@ class Conversation:
         if self.me.role != "learner" or self._admitted is None:
             self.over |= bool(reason)
         elif self.phase is Phase.FINISHED:
-            if self._is_due("goodbye", now, ALIVE_SECONDS) or reason:
-                yield goodbye(self.me, "finished", counters, self._final_hash)
+            moved = self.desk.moved
+            news = moved is not None and bool(moved.count) and "moved" not in self._due
+            if news or self._is_due("goodbye", now, ALIVE_SECONDS) or (reason and not self._buffers_wanted(now)):
+                self._due |= {"moved": now} if news else {}
+                known = 0 if reason else None
+                yield goodbye(self.me, "finished", counters, self._final_hash, known if moved is None else moved.count)
         elif reason and (now >= self._leaves_by(now) or not self._awaited(reason)):
             yield goodbye(self.me, reason, counters, "")
+
+    def _give_buffers(self, beat: Beat, now: float) -> None:
+        """Queue what training has made of the static part, if the syncer asks this learner for it; again if it still
+        does some time later.
+        """
+        moved = self.desk.moved
+        if moved is None or beat.buffers_held or beat.buffer_source != self.me.pair or self._bulk:
+            return
+        if now < self._buffers_due:
+            return
+        self._buffers_wait = min(LONGEST_RESEND_SECONDS, 2 * self._buffers_wait)
+        self._buffers_due = now + self._buffers_wait
+        told, fragment = digest(moved.payload), len(beat.versions)
+        self._bulk.extend(
+            Buffers(
+                run=self.me.run, name=self.me.name, incarnation=self.me.incarnation, epoch=beat.epoch,
+                fragment=fragment, digest=told, **part,
+            )
+            for part in split(moved.payload)
+        )  # fmt: skip
+
+    def _buffers_wanted(self, now: float) -> bool:
+        """The syncer may still ask for this learner's buffers, so that it does not leave yet."""
+        moved, beat = self.desk.moved, self._beat
+        if moved is None or not moved.count or beat is None or (beat.state == "finished" and beat.buffers_held):
+            return False
+        self._leaving_since = now if self._leaving_since is None else self._leaving_since
+        heard = now - self._beat_at < SILENT_BEATS * BEAT_SECONDS
+        if heard and now - self._leaving_since < BUFFERS_SECONDS:
+            self.desk.progress_at = now
+            return True
+        if "not_taken" not in self._due:
+            self._due["not_taken"] = now
+            log.warning("buffers_not_taken", learner=self.me.name, tensors=moved.count)
+        return False
 
     def _leave_unheard(self, now: float) -> None:
         """No broker listens: a goodbye waits for one for a short while only."""

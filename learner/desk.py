@@ -19,6 +19,7 @@ from ..common.wire import Beat, Call
 from .books import Mark
 from .follower import Public
 from .pace import Progress, RunClock
+from .static_part import Moved
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class Desk:
         self._spare: list[Tensor] = []
         self.counters: Counters | None = None
         """Set by the training thread at each boundary; None before it has joined."""
+        self.moved: Moved | None = None
+        """The static tensors that training has changed; set by the training thread once it holds the final model."""
         self.whole: tuple[Public, ...] = ()
         """The newest public model, set by the link."""
         self.beat: Beat | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..common.config import RunSettings
 from ..common.fragments import Plan
@@ -28,9 +28,9 @@ class Exchange:
         self._captures: dict[int, Capture] = {}
         """The last capture of each fragment, where it is needed for a rebase."""
 
-    def begin(self, joined: Joined) -> None:
-        """Write the run's model into this one: the static values, and every fragment."""
-        self.replica.load_static(joined.static)
+    def begin(self, joined: Joined, keep: Collection[str] = ()) -> None:
+        """Write the run's model into this one: the static values, but for the names in `keep`, and every fragment."""
+        self.replica.load_static(joined.static, keep)
         self._take([Arrival(p, joined.epoch, public) for p, public in enumerate(joined.whole)], "overwrite")
 
     def adopt(self, arrivals: Sequence[Arrival], *, reset: bool) -> None:

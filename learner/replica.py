@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, wraps
 from pathlib import Path
@@ -165,14 +165,20 @@ class Replica:
         parts = [self._entries[spec.name].tensor.detach().cpu() for spec in self.plan.layout.static if spec.numel]
         return b"".join(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
+    def static_tensors(self) -> list[Tensor]:
+        """Frozen parameters and persistent buffers, in layout order."""
+        return [self._entries[spec.name].tensor.detach() for spec in self.plan.layout.static]
+
     @torch.no_grad()
-    def load_static(self, content: bytes | memoryview) -> None:
-        """Write the static part into the model; Malformed, and nothing is written, if it is not of the right size."""
+    def load_static(self, content: bytes | memoryview, keep: Collection[str] = ()) -> None:
+        """Write the static part into the model, but for the names in `keep`; Malformed, and nothing is written, if it
+        is not of the right size.
+        """
         if len(content) != self.plan.layout.static_bytes:
             raise Malformed("size", f"{len(content)} bytes of static values, not {self.plan.layout.static_bytes}")
         offset = 0
         for spec in self.plan.layout.static:
-            if spec.numel:
+            if spec.numel and spec.name not in keep:
                 part = torch.frombuffer(bytearray(content[offset : offset + spec.bytes]), dtype=DTYPE_OF[spec.dtype])
                 with self._writable():
                     self._entries[spec.name].tensor.copy_(part.view(spec.shape))

@@ -45,13 +45,13 @@ def alive(
     )  # fmt: skip
 
 
-def goodbye(me: Identity, reason: str, counters: Counters | None, model_hash: str) -> Goodbye:
+def goodbye(me: Identity, reason: str, counters: Counters | None, model_hash: str, buffers: int | None = 0) -> Goodbye:
     """The last counters. A reason that the protocol does not have is sent as `stopped`."""
     books = counters.books if counters is not None else Mark()
     return Goodbye(
         run=me.run, name=me.name, incarnation=me.incarnation, model_hash=model_hash,
         reason=reason if reason in GOODBYE_REASONS else "stopped",
-        local_steps=_count(books.steps), tokens=_count(books.tokens),
+        local_steps=_count(books.steps), tokens=_count(books.tokens), buffers=buffers,
     )  # fmt: skip
 
 

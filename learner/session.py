@@ -32,6 +32,7 @@ from .joining import await_joined, member
 from .link import Link
 from .pace import Pace, Progress
 from .replica import Replica, outside_inference_mode
+from .static_part import Moved, StaticPart, own_statistics
 from .taping import Tape
 
 log = get_logger("learner")
@@ -121,7 +122,8 @@ def join(
         link.leave("failed")
         raise
     if live := live_buffers(entries):
-        log.info("buffers_stay_local", buffers=len(live), first=live[0])
+        sentence = "buffers are not merged: each learner has its own, and the final model gets those of one"
+        log.info("buffers_stay_local", buffers=len(live), first=live[0], sentence=sentence)
     return session
 
 
@@ -151,7 +153,13 @@ class Session:
         self._looking = False
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
         self._stick: StickCheck | None = StickCheck(replica.source(largest))
-        self._exchange.begin(joined)
+        own = () if self._desk.final else own_statistics(replica)
+        if own:
+            log.info("statistics_kept", learner=self.name, buffers=len(own), first=own[0])
+        self._exchange.begin(joined, own)
+        self._static: StaticPart | None = None  # a learner of a finished run has trained nothing
+        if not self._desk.final:
+            self._static = StaticPart(self.plan.layout, replica.static_tensors())
         self._checks = Checks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
         waits = self._desk.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
@@ -270,7 +278,8 @@ class Session:
         """Leave the run. In mid-run open calls are answered once more; takes 5 s at most, and 2 s where nobody listens.
 
         reason: left, stopped, diverged or failed; anything but `left` is in a hurry. Closing twice is harmless, and so
-        is closing in a process that was forked from the one that joined: nothing happens there.
+        is closing in a process that was forked from the one that joined: nothing happens there. After the end of a run
+        whose buffers were changed by training it also waits, 30 s at most, until the run has those of one learner.
         """
         if self._closed or not self._owner.here:
             return
@@ -282,8 +291,12 @@ class Session:
                 self._tape.boundary(self._books.now, (), answered=self._answer(waits.calls))
         self._link.leave("finished" if self.finished else reason)
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
-        if not self._link.join_thread(patience):
-            self._link.abandon()
+        began = self._desk.progress_at
+        while not self._link.join_thread(patience):
+            if self._desk.progress_at == began:
+                self._link.abandon()
+                break
+            began = self._desk.progress_at  # its buffers are on their way
         self._tape.close(finished=self.finished)
         log.info("left", learner=self.name, reason="finished" if self.finished else reason,
                  local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
@@ -307,6 +320,8 @@ class Session:
         if waits.final is not None:
             self._exchange.conclude(waits.final)
             self.finished = True
+            self._desk.moved = self._static.moved() if self._static is not None else Moved(0, b"")
+            self._link.wake()
         return self.finished
 
     def _adopt(self, waits: Boundary) -> None:

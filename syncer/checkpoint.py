@@ -4,6 +4,7 @@
     DIRECTORY/epoch                the highest epoch this directory ever served under
     DIRECTORY/version-0/           layout, version 0 of every fragment, static part; written once
     DIRECTORY/checkpoint-N/        public, residual, momentum, versions and the loop's bookkeeping; the last two
+    DIRECTORY/buffers-N/           static tensors as one learner's training had left them at the end
     DIRECTORY/damaged-N/           a checkpoint that was found damaged when an older one was taken instead
 
 A folder in it is complete or not there (`folders`).
@@ -30,7 +31,7 @@ from .state import GlobalState, Snapshot, check_model, readable
 KEPT = 2
 """Checkpoints that stay: the newest, and the one before in case the newest is found damaged."""
 VERSION_ZERO = "version-0"
-CHECKPOINT, DAMAGED = "checkpoint-", "damaged-"
+CHECKPOINT, DAMAGED, BUFFERS = "checkpoint-", "damaged-", "buffers-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,38 @@ class Checkpoints(OwnedDirectory):
             state = GlobalState.from_version_zero(plan, settings, zero.vectors, zero.static)
             return Restored(state=state, bookkeeping=None)
         state = GlobalState(plan, settings, newest.snapshot, zero.static)
-        return Restored(state=state, bookkeeping=newest.bookkeeping, warnings=newest.warnings)
+        warnings = newest.warnings + self._restore_buffers(state)
+        return Restored(state=state, bookkeeping=newest.bookkeeping, warnings=warnings)
+
+    # --- buffers -----------------------------------------------------------------------------------------------------
+    def write_buffers(self, layout: Layout, learner: str, moved: Mapping[int, bytes | memoryview]) -> None:
+        """Make durable what a learner's training made of static tensors, by index into the layout's; OSError."""
+        self.check_owned()
+        number = 1 + max(self._numbers(BUFFERS), default=0)
+        tensors = {
+            layout.static[index].name: torch.frombuffer(bytearray(values), dtype=torch.uint8)
+            for index, values in moved.items()
+            if len(values)
+        }
+        folders.write_folder(self._place(BUFFERS, number), tensors, {"learner": learner, "layout": layout.fingerprint})
+        for old in self._numbers(BUFFERS)[:-1]:
+            folders.remove_folder(self._place(BUFFERS, old))
+
+    def _restore_buffers(self, state: GlobalState) -> tuple[str, ...]:
+        """Put the newest stored static values into `state`; why they cannot be used, if so."""
+        layout, numbers = state.plan.layout, self._numbers(BUFFERS)
+        if not numbers:
+            return ()
+        try:
+            tensors, rows = folders.read_folder(self._place(BUFFERS, numbers[-1]))
+            indices = {spec.name: index for index, spec in enumerate(layout.static)}
+            moved = {indices[name]: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+            if rows["layout"] != layout.fingerprint or any(len(v) != layout.static[i].bytes for i, v in moved.items()):
+                raise Malformed("damaged", "they are another model's")
+            state.take_static(str(rows["learner"]), moved)
+        except (Malformed, KeyError) as wrong:
+            return (f"the final buffers cannot be used ({wrong}), version 0's are taken instead",)
+        return ()
 
     def saved_at(self) -> float | None:
         """When the newest checkpoint was written, in unix seconds; None if there is none, or it cannot be seen."""

@@ -28,7 +28,7 @@ RETRY_SECONDS = 0.005
 """How soon a full uplink is tried again (there is no event for it)."""
 
 CONTROL_KINDS = ("hello", "alive", "goodbye", "fetch")
-BULK_KINDS = ("delta", "seed")
+BULK_KINDS = ("delta", "seed", "buffers")
 
 
 class Lines:

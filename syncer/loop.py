@@ -15,10 +15,12 @@ from typing import Any
 
 from ..common.config import BEAT_SECONDS
 from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
-from ..common.wire import Alive, Beat, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
+from ..common.fragments import TRAINABLE_DTYPES
+from ..common.wire import Alive, Beat, Buffers, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
 from . import blocked
 from .blocked import Block, Reason, reason_of
 from .export import save_model
+from .ledger import Who
 from .merging import Merging
 from .parts import Parts, Run, Served
 from .reception import Reception
@@ -52,7 +54,8 @@ class Syncer:
             Hello: self.reception.hello,
             Seed: self.reception.seed,
             Alive: self.reception.alive,
-            Goodbye: self.reception.goodbye,
+            Goodbye: self._goodbye,
+            Buffers: self._buffers,
             Delta: self.merging.delta,
             Fetch: self._fetch,
             Beat: self._rival,
@@ -66,6 +69,8 @@ class Syncer:
         self._echo_at = time.monotonic()
         """When a beat of our own came back through the broker."""
         self._saved_step = 0
+        self._told_buffers: tuple[Who | None, bool] = (None, False)
+        """What the last beat said of the final buffers."""
 
     def run(self) -> None:
         """From the first look at the disk to the last save. SaveFailed if the disk does not hold the end, Diverged if
@@ -171,6 +176,23 @@ class Syncer:
         if self._final_is_saved(served):
             self._finish(served)
 
+    def _goodbye(self, goodbye: Goodbye, now: float) -> None:
+        self.reception.goodbye(goodbye, now)
+        self._ask_for_buffers(now)
+
+    def _buffers(self, message: Buffers, now: float) -> None:
+        try:
+            self.reception.buffers(message, now)
+        finally:
+            self._ask_for_buffers(now)
+
+    def _ask_for_buffers(self, now: float) -> None:
+        """Choose the learner whose buffers the final model gets; a change is published at once."""
+        buffers = self.current.buffers
+        buffers.look(now)
+        if (buffers.source, buffers.held) != self._told_buffers:
+            self._told_buffers, self._beat_at = (buffers.source, buffers.held), 0.0
+
     def _fetch(self, fetch: Fetch, now: float) -> None:
         self.current.confirmations.asked(fetch.name, time.monotonic())
         self.merging.fetch(fetch, now)
@@ -247,6 +269,8 @@ class Syncer:
             fingerprint=served.state.plan.layout.fingerprint if served else "",
             data_hash=config.data_hash,
             model_hash=run.model_hash,
+            buffer_source=run.buffers.source,
+            buffers_held=run.buffers.held,
             syncer=run.number,
         )
 
@@ -353,8 +377,10 @@ class Syncer:
         if self._returned:
             linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
         quiet = real - finished_at >= linger and now - asked_at >= linger
+        self._ask_for_buffers(now)
         since = max(finished_at, confirmations.asked_at)
-        return (quiet and not confirmations.missing) or real - since >= self.parts.config.drain_seconds
+        settled = not confirmations.missing and self.current.buffers.settled
+        return (quiet and settled) or real - since >= self.parts.config.drain_seconds
 
     def _end(self) -> None:
         served, parts, saved = self.current.served, self.parts, True
@@ -375,6 +401,7 @@ class Syncer:
         else:
             parts.writer.close(SAVE_SECONDS)
         self._say_unconfirmed()
+        self._say_buffers(served)
         parts.teller.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
         self._tell(parts.clock.now())
         if not saved:
@@ -395,6 +422,20 @@ class Syncer:
                 f"`diloco syncer --broker {config.broker} --dir {folder}` gives it to learners that still train"
             )
             self.parts.teller.warn("unconfirmed", learners=names, sentence=sentence)
+
+    def _say_buffers(self, served: Served | None) -> None:
+        """Whose buffers the exported model has, where they may not be what the learners trained with."""
+        state, buffers = served.state if served else None, self.current.buffers
+        if state is None or state.static_origin is not None:
+            return
+        live = [s.name for s in state.plan.layout.static if s.kind == "buffer" and s.dtype in TRAINABLE_DTYPES]
+        if (self.finished and (buffers.offered or (live and self._unconfirmed))) or (live and not self.finished):
+            why = "no learner could give its own" if self.finished else "the run was stopped"
+            self.parts.teller.warn(
+                "buffers_of_version_0",
+                sentence=f"model.safetensors has the buffers of version 0, because {why}; what training made of them "
+                f"is in the learners alone (first of {len(live)}: {', '.join(live[:1]) or 'frozen parameters'})",
+            )  # fmt: skip
 
     def _last_beat(self) -> None:
         """No call is open any more: whoever leaves now need not wait for its answers to be taken."""
@@ -419,8 +460,16 @@ class Syncer:
                 "rejected": self.parts.teller.rejections(),
                 "messages_dropped": self.parts.lines.dropped,
                 "unconfirmed": list(self._unconfirmed),
+                **_buffers_summary(served),
                 "messages_missed": self.parts.lines.gaps,
                 "syncer_bytes_up": self.parts.lines.bytes_up,
                 "syncer_bytes_down": self.parts.lines.bytes_down,
             },
         )
+
+
+def _buffers_summary(served: Served) -> dict[str, Any]:
+    """Which learner the static values of the exported model come from; None = from version 0."""
+    origin = served.state.static_origin
+    names = origin.names if origin else ()
+    return {"buffers_from": origin.learner if origin else None, "buffers": len(names), "buffers_first": names[:3]}

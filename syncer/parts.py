@@ -16,6 +16,7 @@ from .checkpoint import Checkpoints
 from .clock import SteadyClock
 from .confirmations import Confirmations
 from .figures import Figures
+from .final_buffers import FinalBuffers
 from .intake import Intake
 from .lines import Lines
 from .rejections import Rejections
@@ -102,3 +103,4 @@ class Run:
     number: int = field(default_factory=lambda: secrets.randbits(53))
     """Of this syncer process."""
     confirmations: Confirmations = field(default_factory=Confirmations)
+    buffers: FinalBuffers = field(default_factory=FinalBuffers)

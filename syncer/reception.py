@@ -10,7 +10,7 @@ import torch
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
 from ..common.printable import printable
-from ..common.wire import Alive, Delta, Goodbye, Hello, Seed, Welcome
+from ..common.wire import Alive, Buffers, Delta, Goodbye, Hello, Seed, Welcome
 from . import blocked
 from .blocked import Reason
 from .export import read_model
@@ -50,7 +50,9 @@ class Reception:
             teller.event("seeding", learner=hello.name)
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
-        if reply.verdict == "finished" and hello.role == "learner":
+        if reply.verdict == "finished" and not run.buffers.settled:
+            reply = Reply("wait", "the final buffers are on their way")
+        if run.phase == "finished" and reply.verdict != "refused" and hello.role == "learner":
             run.confirmations.await_from([hello.name])
             run.confirmations.asked(hello.name, time.monotonic())
         self._answer(hello.name, hello.incarnation, reply)
@@ -97,6 +99,8 @@ class Reception:
         served, who = self._run.served, (goodbye.name, goodbye.incarnation)
         self._run.confirmations.left(goodbye.name)
         member = served.rounds.members.get(who) if served else None
+        if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
+            self._offer(goodbye, now)
         if served is None or member is None or member.state == "left":
             return  # the same goodbye again
         served.rounds.left(who, goodbye.local_steps, goodbye.tokens)
@@ -104,6 +108,29 @@ class Reception:
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
             self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
         self._parts.teller.member(member, served.rounds, now)
+
+    def _offer(self, goodbye: Goodbye, now: float) -> None:
+        """A learner that holds the final model says what its training has made of the static part."""
+        run = self._run
+        if run.phase == "finished" and goodbye.reason == "finished" and goodbye.model_hash == run.model_hash:
+            run.buffers.offer((goodbye.name, goodbye.incarnation), goodbye.buffers, now)
+
+    def buffers(self, message: Buffers, now: float) -> None:
+        """Take one chunk of the final buffers; when all are here, into the model and onto the disk."""
+        run, parts = self._run, self._parts
+        if run.served is None or run.phase != "finished":
+            raise Malformed("early", "buffers are taken once the run is finished")
+        state = run.served.state
+        moved = run.buffers.take(message, state.plan, run.epoch, now)
+        if moved is None:
+            return
+        try:
+            parts.checkpoints.write_buffers(state.plan.layout, message.name, moved)
+        except OSError as wrong:
+            parts.teller.warn("buffers_not_saved", learner=message.name, error=str(wrong))
+        state.take_static(message.name, moved)
+        names = [state.plan.layout.static[index].name for index in sorted(moved)]
+        parts.teller.event("buffers_taken", learner=message.name, tensors=len(names), first=", ".join(names[:3]))
 
     def rejected(self, kind: str, name: str, incarnation: int | None, reason: str, detail: str) -> None:
         """A message was not taken: count it, reset a learner after three wrong answers in a row, and warn a sender

@@ -10,7 +10,7 @@ references, and payloads and keyframes can be sent without a copy while the next
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from ..common.codec import decode_delta, digest, encode_step, model_hash
 from ..common.config import MAX_LAG, RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Fragment, Plan
+from ..common.static_part import replaced
 from .merge import merge as merge_deltas
 from .merge import norm
 from .outer import outer_step
@@ -37,6 +38,15 @@ class Merged:
     """sha256 (hex) of the public fragment after this step."""
     delta_norm: float
     """L2 norm of the merged outer gradient, before the outer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticOrigin:
+    """Where the static values come from that are not version 0's."""
+
+    learner: str
+    names: tuple[str, ...]
+    """Tensors that this learner's training had changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,8 @@ class GlobalState:
         self.plan = plan
         self.settings = settings
         self.static = static
+        self.static_origin: StaticOrigin | None = None
+        """None: they are version 0's."""
         self.versions = list(snapshot.versions)
         self.public = list(snapshot.public)
         self.residual = list(snapshot.residual)
@@ -151,7 +163,7 @@ class GlobalState:
         return self._updates[fragment]
 
     def keyframe(self, fragment: int) -> tuple[int, memoryview, str]:
-        """Version, raw f32 bytes and their sha256 (hex); fragment P is the static part, always version 0."""
+        """Version, raw f32 bytes and their sha256 (hex); fragment P is the static part, under version 0."""
         if fragment == self.plan.static_index:
             return 0, memoryview(self.static), hashlib.sha256(self.static).hexdigest()
         if not self._digests[fragment]:
@@ -165,6 +177,13 @@ class GlobalState:
             self.residual[fragment] = torch.zeros_like(public)
             self._publish(fragment, self.versions[fragment] + 1, public, "")
             self._updates[fragment] = None
+
+    def take_static(self, learner: str, moved: Mapping[int, bytes | memoryview]) -> None:
+        """Static values that a learner's training has changed, by index into the layout's static tensors."""
+        layout = self.plan.layout
+        self.static = replaced(layout, self.static, moved)
+        names = tuple(layout.static[index].name for index in sorted(moved))
+        self.static_origin = StaticOrigin(learner=learner, names=names)
 
     def model_hash(self) -> str:
         """sha256 (hex) over the public fragments, in order."""

@@ -71,6 +71,8 @@ class ScriptedSyncer:
         self.drops: Callable[[Message], bool] = lambda _: False
         """Messages for which it is true are lost on their way out."""
         self.beating = True
+        self.beat_more: dict[str, Any] = {}
+        """Fields of a Beat that a test adds."""
         self.seeds: dict[int, Assembly] = {}
         self.model_hash = ""
         self._address = Address.parse(address)
@@ -206,7 +208,7 @@ class ScriptedSyncer:
         return Beat(
             run=self.run, epoch=self.epoch, state=self.state, t=self.t, steps=self.settings.steps, step_seconds=0.0,
             versions=tuple(self.versions), calls=tuple(self.calls.values()), settings=self.settings.to_map(),
-            model_hash=self.model_hash, syncer=1,
+            model_hash=self.model_hash, syncer=1, **self.beat_more,
         )  # fmt: skip
 
     def _run(self) -> None:
@@ -224,7 +226,7 @@ class ScriptedSyncer:
         down = [Downlink(context, e, hwm_messages=1000) for e in (self._address.control_out, self._address.bulk_out)]
         for kind in ("hello", "alive", "goodbye", "fetch"):
             down[0].subscribe(prefix(self.run, kind))
-        for kind in ("delta", "seed"):
+        for kind in ("delta", "seed", "buffers"):
             down[1].subscribe(prefix(self.run, kind))
         poller = zmq.Poller()
         for link in down:

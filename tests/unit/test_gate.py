@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 GRANTS: dict[str, Grant] = {role: Grant(run="run", role=role, name="bob", public=role) for role in ROLES}
 SAID: dict[str, set[str]] = {
     "syncer": {"beat", "call", "welcome", "fragment", "keyframe", "ping"},
-    "learner": {"hello", "alive", "goodbye", "fetch", "delta", "seed", "ping"},
+    "learner": {"hello", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "ping"},
     "observer": {"hello", "fetch", "ping"},
 }
 HEARD: dict[str, set[str]] = {
-    "syncer": {"hello", "alive", "goodbye", "fetch", "delta", "seed", "beat"},
+    "syncer": {"hello", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "beat"},
     "learner": {"beat", "call", "fragment", "keyframe"},
     "observer": {"beat", "call", "fragment", "keyframe"},
 }
@@ -36,8 +36,9 @@ OBSERVER = hello("observer")
 
 def topic(kind: str, name: str, run: str = "run") -> bytes:
     parts = [run, kind]
-    parts += ["3"] if kind in ("call", "delta", "fragment", "keyframe", "seed") else []
-    parts += [name] if kind in ("hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "ping") else []
+    named = ("hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "ping")
+    parts += ["3"] if kind in ("call", "delta", "fragment", "keyframe", "seed", "buffers") else []
+    parts += [name] if kind in named else []
     return beat_topic(run) if kind == "beat" else ("/".join(parts) + "/").encode()
 
 

@@ -123,7 +123,8 @@ def test_everybody_who_wants_a_message_gets_it_and_several_senders_share_a_plane
 
 @pytest.mark.parametrize("kind", sorted(MESSAGES))
 def test_the_broker_lets_a_kind_through_on_its_own_plane_only(kind: str) -> None:
-    detail = {"call": "3/", "fragment": "3/", "keyframe": "3/", "delta": "3/a/", "seed": "3/a/"}.get(kind, "a/")
+    details = {"call": "3/", "fragment": "3/", "keyframe": "3/", "delta": "3/a/", "seed": "3/a/", "buffers": "3/a/"}
+    detail = details.get(kind, "a/")
     topic = b"_/beat/run/" if kind == "beat" else f"run/{kind}/{detail}".encode()
     planes = {plane for plane in Plane if topic_pattern(plane).fullmatch(topic)}
     assert planes == (set(Plane) if kind in BOTH_PLANES else {MESSAGES[kind].PLANE})

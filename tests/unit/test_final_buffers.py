@@ -1,0 +1,122 @@
+"""Whose buffers the final model gets: one learner is asked, and another one if that one fails."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoupled_diloco.common.errors import Malformed
+from decoupled_diloco.common.static_part import pack
+from decoupled_diloco.common.wire import Buffers, split
+from decoupled_diloco.syncer.checkpoint import Checkpoints
+from decoupled_diloco.syncer.final_buffers import FinalBuffers
+from decoupled_diloco.syncer.members import SILENCE_SECONDS
+from states import LAYOUT, PLAN, STATIC, advance, fresh, seeded, settings
+
+MOVED = {1: bytes([0, 1, 0]), 2: (5).to_bytes(8, "little")}
+
+
+def buffers(payload: bytes = pack(LAYOUT, MOVED), name: str = "a", **more: Any) -> Buffers:
+    fields: dict[str, Any] = {
+        "run": "tiny", "name": name, "incarnation": 1, "epoch": 3, "fragment": PLAN.static_index,
+        "digest": hashlib.sha256(payload).hexdigest(), **split(payload)[0],
+    }  # fmt: skip
+    return Buffers(**(fields | more))
+
+
+def offers(*names: str) -> FinalBuffers:
+    made = FinalBuffers()
+    for name in names:
+        made.offer((name, 1), 2, 100.0)
+    made.look(100.0)
+    return made
+
+
+def test_the_first_learner_that_offers_some_is_asked_and_stays_the_one() -> None:
+    made = FinalBuffers()
+    made.offer(("none", 1), 0, 100.0)
+    made.offer(("unknown", 1), None, 100.0)
+    made.look(100.0)
+    assert made.source is None
+    assert not made.settled, "one has not said yet"
+    made.offer(("b", 1), 2, 100.1)
+    made.offer(("a", 1), 2, 100.2)
+    made.look(100.3)
+    assert made.source == ("b", 1)
+    taken = made.take(buffers(name="b"), PLAN, 3, 100.4)
+    assert taken is not None
+    assert {index: bytes(values) for index, values in taken.items()} == MOVED
+    assert made.held
+    assert made.settled
+    assert made.take(buffers(name="b"), PLAN, 3, 100.5) is None, "sent twice"
+
+
+def test_a_learner_that_falls_silent_is_not_waited_for_and_the_next_one_is_asked() -> None:
+    made = offers("a", "b")
+    made.offer(("b", 1), 2, 100.0 + SILENCE_SECONDS)
+    made.look(100.0 + SILENCE_SECONDS)
+    assert made.source == ("b", 1)
+    made.look(100.0 + 2 * SILENCE_SECONDS)
+    assert made.source is None
+    assert made.settled
+    assert not made.held
+
+
+NAN = bytes(30)[:-2] + struct.pack("<H", 0x7FC0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (buffers(pack(LAYOUT, {0: NAN})), "nonfinite"),
+        (buffers(digest="0" * 64), "digest"),
+        (buffers(b"\x02ab"), "size"),
+        (buffers(b"\xff" + STATIC), "size"),
+        (buffers(b"\x07" + STATIC + b"x"), "size"),
+        (buffers(size=2**40, chunks=2**20), "size"),
+        (buffers(fragment=0), "fragment"),
+    ],
+    ids=["nan", "digest", "short", "unknown tensors", "long", "huge", "fragment"],
+)
+def test_from_a_learner_that_sends_what_it_must_not_no_more_is_taken(wrong: Buffers, reason: str) -> None:
+    made = offers("a", "b")
+    with pytest.raises(Malformed, match=reason):
+        made.take(wrong, PLAN, 3, 100.0)
+    assert made.source == ("b", 1)
+    made.offer(("a", 1), 2, 100.1)
+    with pytest.raises(Malformed, match="stranger"):
+        made.take(buffers(), PLAN, 3, 100.1)
+    assert made.take(buffers(name="b"), PLAN, 3, 100.2)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"), [({"name": "b"}, "stranger"), ({"incarnation": 2}, "stranger"), ({"epoch": 2}, "epoch")]
+)
+def test_who_was_not_asked_changes_nothing(more: dict[str, Any], reason: str) -> None:
+    made = offers("a", "b")
+    with pytest.raises(Malformed, match=reason):
+        made.take(buffers(**more), PLAN, 3, 100.0)
+    assert made.source == ("a", 1)
+
+
+def test_buffers_outlive_the_syncer_and_damaged_ones_are_told_of(tmp_path: Path) -> None:
+    with seeded(tmp_path) as store:
+        state = fresh()
+        advance(state)
+        store.save(state.snapshot(), {})
+        store.write_buffers(LAYOUT, "a", {1: b"\0\0\0"})
+        store.write_buffers(LAYOUT, "b", MOVED)
+    restored = Checkpoints(tmp_path).restore(settings())
+    assert restored is not None
+    assert restored.state.static == STATIC[:30] + MOVED[1] + MOVED[2]
+    assert restored.state.static_origin is not None
+    assert (restored.state.static_origin.learner, restored.state.static_origin.names) == ("b", ("mask", "count"))
+    [place] = tmp_path.glob("buffers-*")
+    (place / "state.json").write_text("{}")
+    restored = Checkpoints(tmp_path).restore(settings())
+    assert restored is not None
+    assert restored.state.static == STATIC
+    assert "version 0's are taken instead" in restored.warnings[0]

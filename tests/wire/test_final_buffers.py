@@ -1,0 +1,156 @@
+"""What training makes of buffers and frozen parameters reaches the file: real learners, syncer and broker."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.wire import Buffers, Goodbye
+from decoupled_diloco.compose.results import export_model
+from decoupled_diloco.learner import conversation
+from decoupled_diloco.learner.replica import layout_of
+from decoupled_diloco.learner.session import Session, join
+from decoupled_diloco.monitor.folder import RunFolder, Setup
+from decoupled_diloco.syncer import loop
+from safetensors.torch import load_file
+from scripted_syncer import ScriptedSyncer, running_broker
+from syncer_house import SyncerHouse, syncer_house
+from torch import Tensor, nn
+from waiting import wait_for
+
+
+class Normed(nn.Module):
+    """Batch norm, and a teacher that follows by a moving average."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.student = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.teacher = nn.Linear(8, 1).requires_grad_(False)
+        self.backbone = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.student[:2](x)
+        return self.teacher(hidden)  # type: ignore[no-any-return]
+
+
+def train(address: str, name: str, into: dict[str, Any]) -> None:
+    """A whole training script, until the run is over."""
+    model = Normed(seed=len(name))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    data = torch.Generator().manual_seed(len(name))
+    with join(address, model, optimizer, name=name, run="run") as session:
+        while True:
+            x = torch.randn(16, 4, generator=data) * 3 + 5
+            loss = (model.student(x) - x.sum(dim=1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(model.teacher.parameters(), model.student[2].parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+            if not session.step(tokens=16, loss=float(loss.detach())):
+                break
+    into[name] = model.eval()
+
+
+def trained(house: SyncerHouse, *names: str) -> dict[str, Normed]:
+    into: dict[str, Any] = {}
+    threads = [threading.Thread(target=train, args=(house.address, name, into), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(into) == len(names) or house.failure, "all learners have ended", 120)
+    return into
+
+
+def test_the_file_has_the_statistics_and_the_teacher_of_the_learner_that_the_summary_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.2)
+    x = torch.randn(32, 4) * 3 + 5
+    with syncer_house(tmp_path, steps=6) as house:
+        models = trained(house, "a", "bb")
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        source = models[summary["buffers_from"]]
+        assert summary["buffers"] == 5, "three of the batch norm, two of the teacher, none of the backbone"
+        assert summary["unconfirmed"] == []
+        stored = load_file(tmp_path / "model.safetensors")
+        for name, tensor in source.state_dict().items():
+            assert torch.equal(stored[name], tensor), name
+        read = Normed(seed=9)
+        read.load_state_dict(stored)
+        assert torch.equal(read.eval()(x), source(x))
+
+        (tmp_path / "model.safetensors").unlink()
+        RunFolder(tmp_path).write_setup(Setup(settings=house.settings, task=None))
+        exported = load_file(export_model(RunFolder(tmp_path)))
+        assert all(torch.equal(exported[name], stored[name]) for name in stored)
+
+        house.start()
+        late = Normed(seed=7)
+        with join(house.address, late, torch.optim.SGD(late.student.parameters(), lr=1.0), name="late") as session:
+            assert session.finished
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in late.state_dict().items())
+
+
+# --- a learner and a scripted syncer ---------------------------------------------------------------------------------
+@pytest.fixture
+def syncer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedSyncer]:
+    """Everything happens ten times as often as in a real run."""
+    for name, seconds in (("ALIVE_SECONDS", 0.1), ("RESEND_SECONDS", 0.1), ("BEAT_SECONDS", 0.2)):
+        monkeypatch.setattr(conversation, name, seconds)
+    settings = RunSettings(run="r", fragments=2, overlap=1, codec_up="f32", codec_down="f32")
+    with running_broker() as address, ScriptedSyncer(address, settings, layout_of(Normed())) as running:
+        running.address = address  # type: ignore[attr-defined]
+        running.put([torch.zeros(f.length) for f in running.plan.fragments], 1, bytes(running.layout.static_bytes))  # type: ignore[union-attr]
+        yield running
+
+
+def finished(syncer: ScriptedSyncer) -> tuple[Normed, Session]:
+    """A learner whose loop has just ended with the run; all that moved is how many batches were counted."""
+    model = Normed()
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.0)
+    session = join(syncer.address, model, optimizer, name="me", run="r")  # type: ignore[attr-defined]
+    syncer.finish()
+
+    def over() -> bool:
+        model.student(torch.randn(8, 4))
+        optimizer.step()
+        return not session.step(tokens=1)
+
+    wait_for(over, "the run is over")
+    return model, session
+
+
+def test_a_learner_gives_its_buffers_when_it_is_asked_again_if_need_be_and_leaves_when_they_are_held(
+    syncer: ScriptedSyncer,
+) -> None:
+    _, session = finished(syncer)
+    closing = threading.Thread(target=session.close, daemon=True)
+    closing.start()
+    assert syncer.wait_for(Goodbye, buffers=1)
+    syncer.beat_more = {"buffer_source": ("other", 5)}
+    assert syncer.wait_for(Goodbye, 2, buffers=1), "it waits, and says so each second"
+    assert not syncer.all_of(Buffers)
+    syncer.beat_more = {"buffer_source": (session.name, session.incarnation)}
+    [sent] = syncer.wait_for(Buffers)
+    assert (sent.fragment, sent.epoch) == (2, 1)
+    assert len(syncer.wait_for(Buffers, 2)) == 2, "as long as it is asked"
+    assert closing.is_alive()
+    syncer.beat_more |= {"buffers_held": True}
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_a_learner_leaves_a_syncer_that_is_gone_before_it_took_the_buffers(syncer: ScriptedSyncer) -> None:
+    _, session = finished(syncer)
+    syncer.beating = False
+    session.close()
+    assert session._link.join_thread(0)
