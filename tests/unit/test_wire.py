@@ -87,7 +87,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "bytes_up": COUNTS, "bytes_down": COUNTS, "gaps": COUNTS, "digest": text(64), "tokens_from": COUNTS,
     "what": st.sampled_from(["update", "keyframe", "initial"]), "chunks": tuples(st.integers(0, 2**22), FETCH_WINDOW),
     "tokens_to": COUNTS, "steps_from": COUNTS, "steps_to": COUNTS, "codec": st.sampled_from(CODECS),
-    "nonce": INCARNATIONS,
+    "nonce": INCARNATIONS, "buffer_source": st.none() | st.tuples(NAMES, INCARNATIONS), "buffers_held": st.booleans(),
+    "buffers": st.none() | COUNTS,
 }  # fmt: skip
 PARTICULAR: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("call", "contributors"): tuples(st.tuples(NAMES, INCARNATIONS)),
