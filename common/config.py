@@ -20,6 +20,10 @@ CHUNK_BYTES = 2**20
 """Payload bytes of one bulk message, at most."""
 MESSAGE_BYTES = CHUNK_BYTES + 2**16
 """The largest message any socket takes: a chunk and its header."""
+MAX_FRAGMENTS = 16_384
+"""An Alive has 35 bytes for each, and is one message."""
+MAX_TENSORS = 100_000
+"""Of one model."""
 BEAT_SECONDS = 1.0
 MOMENTUM_ROUNDS = 200
 """Rounds a fragment in the longest runs that compare outer momentum with none. Neither in these nor in shorter ones is
@@ -161,7 +165,7 @@ class RunSettings(FromMap):
         _within(self, "steps", 1, 2**40)
         _within(self, "quorum", 1, 10_000)
         _within(self, "sync_every", 1, 1_000_000)
-        _within(self, "fragments", 0, 100_000)
+        _within(self, "fragments", 0, MAX_FRAGMENTS)
         _within(self, "grace_seconds", 0, 86_400)
         _within(self, "outer_lr", 0, 100)
         _within(self, "outer_momentum", 0, 0.999)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from .config import MAX_FRAGMENTS, MAX_TENSORS
 from .errors import Malformed, SettingError
 
 ALIGN = 128
@@ -112,7 +113,13 @@ class Layout:
         """The layout in plain lists as a Layout; Malformed if anything in it is not what it must be."""
         if not isinstance(rows, list) or not rows:
             raise Malformed("layout", "not a list of tensors")
-        tensors = tuple(_tensor_from_wire(row) for row in rows)
+        return Layout.of_tensors(tuple(tensor_from_wire(row) for row in rows))
+
+    @staticmethod
+    def of_tensors(tensors: tuple[TensorSpec, ...]) -> Layout:
+        """A layout of these tensors; Malformed if they are too many, or do not make one together."""
+        if len(tensors) > MAX_TENSORS:
+            raise Malformed("layout", f"{len(tensors)} tensors, and {MAX_TENSORS} are the most")
         names = [name for t in tensors for name in (t.name, *t.tied)]
         if len(set(names)) != len(names):
             raise Malformed("layout", "a name stands twice")
@@ -124,7 +131,8 @@ class Layout:
 MAX_ELEMENTS = 2**40
 
 
-def _tensor_from_wire(row: object) -> TensorSpec:
+def tensor_from_wire(row: object) -> TensorSpec:
+    """One row of a layout; Malformed if anything in it is not what it must be."""
     if not isinstance(row, list) or len(row) != 6:
         raise Malformed("layout", "a tensor is not six values")
     name, shape, dtype, kind, merge, tied = row
@@ -201,7 +209,7 @@ class Plan:
 
 def default_fragments(layout: Layout, sync_every: int) -> int:
     """P when the user did not say: one fragment a step, but never more than there are tensors."""
-    return min(sync_every, len(layout.trainable))
+    return min(sync_every, len(layout.trainable), MAX_FRAGMENTS)
 
 
 def balanced_plan(layout: Layout, fragments: int) -> Plan:

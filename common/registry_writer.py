@@ -28,7 +28,7 @@ WRITE_SECONDS = 0.5
 RETRY_SECONDS = 0.5
 CLOSE_SECONDS = 3.0
 FULL_SHARE = 10
-"""A full write waits at least so many times what the last one took: 100 000 fragments do not eat the syncer."""
+"""A full write waits at least so many times what the last one took: thousands of fragments do not eat the syncer."""
 STREAM_EVENTS = 10_000
 """About so many events stay in the stream."""
 TOLD_SECONDS = 60.0

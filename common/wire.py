@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar
 
 import msgpack
 
-from .config import CHUNK_BYTES, CODECS, MESSAGE_BYTES, NAME_PATTERN
+from .config import CHUNK_BYTES, CODECS, MAX_FRAGMENTS, MAX_TENSORS, MESSAGE_BYTES, NAME_PATTERN
 from .errors import Malformed
+from .fragments import Layout, tensor_from_wire
 
 PROTOCOL = 2
 """Both sides must speak the same; it stands in every header as `protocol`."""
@@ -26,10 +27,13 @@ MAX_COUNT = 2**53
 MAX_SECONDS = 1e12
 MAX_LOSS = 1e15
 """Largest seconds and losses that travel. Senders bring their own figures into these ranges: none costs a message."""
-MAX_FRAGMENTS = 100_000
 GOODBYE_REASONS = ("finished", "left", "stopped", "diverged", "failed")
 MAX_CALLS = 1_000
 """Open calls in one Beat."""
+LAYOUT_STEP_BYTES, LAYOUT_ROW_BYTES = 2**14, 2**16
+"""A Hello's layout is inflated in steps, and one tensor with all its names takes no more than a row's bytes."""
+MAX_NAMES = 1024
+"""Under so many names one tensor may stand."""
 FETCH_WINDOW = 16
 """Chunks that one asker may have in flight."""
 
@@ -610,6 +614,43 @@ def split(payload: bytes | memoryview, chunks: Sequence[int] | None = None) -> l
         part = view[span.start : span.stop]
         rows.append({"size": size, "chunk": chunk, "chunks": count, "crc": zlib.crc32(part), "payload": part})
     return rows
+
+
+def pack_layout(layout: Layout) -> bytes:
+    """A Hello's payload: the layout's rows in msgpack, one after the other, in zlib."""
+    return zlib.compress(b"".join(msgpack.packb(row) for row in layout.to_wire()))
+
+
+def unpack_layout(payload: bytes | memoryview) -> Layout:
+    """The layout in a Hello's payload; Malformed if it is none. Takes no more memory than the tensors that it names."""
+    try:
+        return Layout.of_tensors(tuple(tensor_from_wire(row) for row in _layout_rows(payload)))
+    except (zlib.error, ValueError, TypeError, msgpack.UnpackException, RecursionError) as wrong:
+        raise Malformed("layout", f"{type(wrong).__name__}: {wrong}"[:200]) from wrong
+
+
+def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
+    """Each row as soon as it is inflated, so that whoever looks at it can end a flood of others."""
+    inflate, rest, rows = zlib.decompressobj(), bytes(payload), 0
+    scan = msgpack.Unpacker(raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=0, max_map_len=0,
+                            max_str_len=LAYOUT_ROW_BYTES, max_array_len=MAX_NAMES)  # fmt: skip
+    row_began = fed = 0
+    while not inflate.eof:
+        part = inflate.decompress(rest, LAYOUT_STEP_BYTES)
+        rest = inflate.unconsumed_tail
+        if not part and not rest:
+            raise Malformed("layout", "it ends early")
+        scan.feed(part)
+        fed += len(part)
+        for row in scan:
+            yield row
+            row_began, rows = scan.tell(), rows + 1
+            if rows > MAX_TENSORS:
+                raise Malformed("layout", f"more than {MAX_TENSORS} tensors")
+        if fed - row_began > LAYOUT_ROW_BYTES:
+            raise Malformed("layout", "a tensor takes too much room")
+    if fed > row_began or inflate.unused_data:
+        raise Malformed("layout", "something stands behind it")
 
 
 class Assembly:

@@ -8,14 +8,15 @@ import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-import msgpack
 import torch
 
+from ..common.config import MESSAGE_BYTES
 from ..common.errors import DilocoError, Malformed, SettingError
 from ..common.fragments import Layout
-from ..common.wire import MAX_COUNT, Hello, decode, encode
+from ..common.wire import HEADER_BYTES, MAX_COUNT, Hello, decode, encode, pack_layout, unpack_layout
 from .inventory import Entry
 
 
@@ -39,12 +40,16 @@ class Identity:
     def pair(self) -> tuple[str, int]:
         return self.name, self.incarnation
 
+    @cached_property
+    def packed_layout(self) -> bytes:
+        return pack_layout(self.layout)
+
     def hello(self) -> Hello:
         """Says Hello once both uplinks are proven."""
         return Hello(
             run=self.run, name=self.name, incarnation=self.incarnation, role=self.role,
             fingerprint=self.layout.fingerprint, data_hash=self.data_hash, device=self.device, host=self.host,
-            pid=self.pid, bulk_proven=True, payload=msgpack.packb(self.layout.to_wire()),
+            pid=self.pid, bulk_proven=True, payload=self.packed_layout,
         )  # fmt: skip
 
 
@@ -70,14 +75,32 @@ class Owner:
             )
 
 
-def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = "", observer: bool = False) -> Identity:
+def layout_to_send(entries: Sequence[Entry]) -> Layout:
+    """The layout of the model in `entries`. SettingError if no Hello can carry it; asked before anything connects."""
+    layout = Layout(tuple(entry.spec() for entry in entries))
+    try:
+        packed = pack_layout(layout)
+        unpack_layout(packed)
+    except (Malformed, ValueError, TypeError) as wrong:  # what msgpack cannot pack is no Malformed
+        raise SettingError(f"the model cannot take part in a run, which would not understand its {wrong}") from wrong
+    if len(packed) > MESSAGE_BYTES - HEADER_BYTES:
+        raise SettingError(
+            f"names and shapes of the model's {len(layout.tensors)} tensors take {len(packed)} bytes, and a message "
+            f"carries {MESSAGE_BYTES - HEADER_BYTES}: give the modules shorter names, or put small tensors together"
+        )
+    return layout
+
+
+def identify(
+    run: str, name: str, entries: Sequence[Entry], layout: Layout, *, data_hash: str = "", observer: bool = False
+) -> Identity:
     """Who this process is from now on, with the model in `entries`. SettingError if a Hello cannot say so."""
     device = next(entry.source.device for entry in entries if entry.kind == "trainable")
     me = Identity(
         run=run,
         name=name,
         incarnation=random.SystemRandom().randrange(1, MAX_COUNT),
-        layout=Layout(tuple(entry.spec() for entry in entries)),
+        layout=layout,
         role="observer" if observer else "learner",
         data_hash=data_hash,
         device=_plain(torch.cuda.get_device_name(device) if device.type == "cuda" else str(device), 64),
@@ -87,8 +110,7 @@ def identify(run: str, name: str, entries: Sequence[Entry], *, data_hash: str = 
     )
     try:
         decode(encode(me.hello()))
-        Layout.from_wire(me.layout.to_wire())
-    except (Malformed, ValueError, TypeError) as wrong:  # what msgpack cannot pack is no Malformed
+    except (Malformed, ValueError, TypeError) as wrong:
         raise SettingError(f"{name} cannot join run {run}, which would not understand its Hello: {wrong}") from wrong
     return me
 

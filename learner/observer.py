@@ -15,7 +15,7 @@ from ..common.fragments import Plan
 from ..common.wire import Beat
 from .desk import Desk
 from .discover import discover
-from .identity import Owner, identify
+from .identity import Owner, identify, layout_to_send
 from .inventory import inventory
 from .joining import await_joined, member
 from .link import Link
@@ -49,9 +49,10 @@ class Observer:
         join_timeout_seconds: float = 60.0,
     ) -> None:
         entries = inventory(model)
+        layout = layout_to_send(entries)
         config = member(address, run, name, key, ("observer", "learner"), join_timeout_seconds=join_timeout_seconds)
         self._desk = Desk()
-        self._link = Link(config, identify(config.run, config.name, entries, observer=True), self._desk)
+        self._link = Link(config, identify(config.run, config.name, entries, layout, observer=True), self._desk)
         joined = await_joined(self._link)
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings

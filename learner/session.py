@@ -26,7 +26,7 @@ from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
 from .exchange import Exchange
 from .health import LossWatch, StickCheck, heal_moments
-from .identity import Identity, Owner, identify
+from .identity import Identity, Owner, identify, layout_to_send
 from .inventory import Optimizers, as_list, inventory, live_buffers
 from .joining import await_joined, member
 from .link import Link
@@ -92,6 +92,7 @@ def join(
                     break
         # the model holds the final global weights
 
+    model: of at most 100,000 tensors.
     optimizer: the optimizer, or several; each trainable parameter must be in their groups, and nothing else. One that
     is made later for the same parameters is noticed. None = they are not looked at, and each call of step() is a step.
     name: of this learner, [a-z0-9-]; None = the machine's name and four random characters, after the key's name.
@@ -107,12 +108,13 @@ def join(
     PeerLost (nobody answers for `join_timeout_seconds`).
     """
     entries = inventory(model, optimizer, masters, merge)
+    layout = layout_to_send(entries)
     config = member(
         address, run, name, key, ("learner",), join_timeout_seconds=join_timeout_seconds,
         orphan_timeout_seconds=orphan_timeout_seconds, directory=None if directory is None else Path(directory),
         tape=None if tape is None else Path(tape),
     )  # fmt: skip
-    me = identify(config.run, config.name, entries, data_hash=data_hash)
+    me = identify(config.run, config.name, entries, layout, data_hash=data_hash)
     link = Link(config, me, Desk(), lambda plan: Replica(model, plan, masters))
     joined = await_joined(link)
     replica = Replica(model, joined.plan, masters)

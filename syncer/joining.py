@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan, balanced_plan, default_fragments
-from ..common.wire import Assembly, Hello, Seed, most_learners, unpack
+from ..common.wire import Assembly, Hello, Seed, most_learners, unpack_layout
 from .ledger import Who
 from .members import SILENCE_SECONDS, Members
 
@@ -57,10 +58,16 @@ class Seeding:
 
 def layout_of(hello: Hello) -> Layout:
     """The layout in a Hello's payload, checked and fitting its fingerprint; Malformed otherwise."""
-    layout = Layout.from_wire(unpack(hello.payload, "layout"))
+    layout = _layout_in(bytes(hello.payload))
     if layout.fingerprint != hello.fingerprint:
         raise Malformed("layout", "the fingerprint does not fit the layout")
     return layout
+
+
+@lru_cache(maxsize=2)
+def _layout_in(payload: bytes) -> Layout:
+    """A Hello is repeated until it is answered, and a layout of many tensors takes a while to read."""
+    return unpack_layout(payload)
 
 
 def plan_for(layout: Layout, settings: RunSettings) -> Plan:

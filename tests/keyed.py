@@ -14,7 +14,7 @@ from decoupled_diloco.common.config import TaskSettings
 from decoupled_diloco.common.keys import Key, Role, new_key
 from decoupled_diloco.common.sockets import SUBSCRIBE, Address, Downlink
 from decoupled_diloco.common.wire import Message, Plane, Welcome, beat_topic, encode, prefix
-from decoupled_diloco.learner.identity import identify
+from decoupled_diloco.learner.identity import identify, layout_to_send
 from decoupled_diloco.learner.inventory import inventory
 from decoupled_diloco.learner.transformer import Transformer
 from house import FOR_EVER, Process, resident_mib
@@ -151,7 +151,8 @@ class Insider:
 
     def join(self) -> None:
         """Become a member, as far as the syncer can see."""
-        me = identify(RUN, self.name, inventory(Transformer(TASK, 0)))
+        entries = inventory(Transformer(TASK, 0))
+        me = identify(RUN, self.name, entries, layout_to_send(entries))
         self.incarnation = me.incarnation
 
         def welcomed() -> bool:

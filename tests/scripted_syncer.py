@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-import msgpack
 import torch
 import zmq
 from decoupled_diloco.broker.loop import Broker
@@ -32,6 +31,7 @@ from decoupled_diloco.common.wire import (
     Welcome,
     prefix,
     split,
+    unpack_layout,
 )
 from torch import Tensor
 from transport import free_ports
@@ -187,7 +187,7 @@ class ScriptedSyncer:
 
     def seed_first(self, hello: Hello) -> dict[str, Any]:
         """Have the first who asks seed the run."""
-        layout = Layout.from_wire(msgpack.unpackb(hello.payload))
+        layout = unpack_layout(hello.payload)
         self.layout, self.plan = layout, balanced_plan(layout, self.settings.fragments)
         wanted = [*range(self.plan.P), self.plan.P]
         missing = tuple(p for p in wanted if p not in self.seeds or self.seeds[p].missing)

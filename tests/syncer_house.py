@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgpack
 import torch
 import zmq
 from decoupled_diloco.broker.loop import Broker
@@ -35,6 +34,7 @@ from decoupled_diloco.common.wire import (
     Update,
     Welcome,
     beat_topic,
+    pack_layout,
     prefix,
     split,
 )
@@ -229,7 +229,7 @@ class ScriptedLearner:
         self.heard = [m for m in self.heard if not isinstance(m, Welcome)]
         fields: dict[str, Any] = {
             "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "role": "learner",
-            "fingerprint": layout.fingerprint, "bulk_proven": True, "payload": msgpack.packb(layout.to_wire()),
+            "fingerprint": layout.fingerprint, "bulk_proven": True, "payload": pack_layout(layout),
         }  # fmt: skip
 
         polls = count()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tracemalloc
+import zlib
+from dataclasses import replace
 from typing import Any
 
 import msgpack
 import pytest
+from decoupled_diloco.common import wire
 from decoupled_diloco.common.codec import digest
-from decoupled_diloco.common.config import RunSettings
+from decoupled_diloco.common.config import MAX_TENSORS, MESSAGE_BYTES, RunSettings
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import Layout, TensorSpec
-from decoupled_diloco.common.wire import Hello, Seed, split
+from decoupled_diloco.common.wire import Hello, Seed, pack_layout, split, unpack_layout
 from decoupled_diloco.syncer.joining import STUCK_SECONDS, Joining, layout_of, most_members, plan_for
 from decoupled_diloco.syncer.members import SILENCE_SECONDS, Members
 
@@ -23,7 +26,7 @@ def layout(*shape: int) -> Layout:
 
 
 def hello(name: str, model: Layout, **more: Any) -> Hello:
-    fields: dict[str, Any] = {"role": "learner", "bulk_proven": True, "payload": msgpack.packb(model.to_wire())}
+    fields: dict[str, Any] = {"role": "learner", "bulk_proven": True, "payload": pack_layout(model)}
     return Hello(run="run", name=name, incarnation=1, fingerprint=model.fingerprint, **(fields | more))
 
 
@@ -82,24 +85,54 @@ def test_who_is_chosen_to_seed_and_only_says_hello_gives_way_to_another_for_good
     assert joining.reply(hello("b", model), Members(), now + 2 * SILENCE_SECONDS).verdict == "seed"
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"\xc1",
-        b"\x91" * 200_000,
-        b"\xdd\xff\xff\xff\xff",
-        (b"\xdd" + (10**6).to_bytes(4, "big")) * 200_000,
-        (b"\xdf" + (10**5).to_bytes(4, "big")) * 200_000,
-        b"\xdd" + (2**20).to_bytes(4, "big") + b"\x90" * 2**20,
-    ],
-    ids=["empty", "no-msgpack", "nested", "vast", "nested-vast", "nested-maps", "many-empty-rows"],
-)
-def test_a_hello_whose_layout_is_none_takes_no_memory_beyond_the_message(payload: bytes) -> None:
+ROWS = b"".join(msgpack.packb(row) for row in layout(100).to_wire())
+HOSTILE = {
+    "empty": b"",
+    "no msgpack": b"\xc1",
+    "nested": b"\x91" * 200_000,
+    "vast": b"\xdd\xff\xff\xff\xff",
+    "nested and vast": (b"\xdd" + (10**6).to_bytes(4, "big")) * 200_000,
+    "nested and large": (b"\xdc" + (1000).to_bytes(2, "big")) * 200_000,
+    "nested maps": (b"\xdf" + (10**5).to_bytes(4, "big")) * 200_000,
+    "many empty rows": b"\x90" * 2**20,
+    "a row of many": b"\xdc"
+    + (1024).to_bytes(2, "big")
+    + (b"\xdc" + (1024).to_bytes(2, "big") + b"\x90" * 1024) * 1024,
+    "a long name": b"\xdb" + (10**8).to_bytes(4, "big") + b"x" * 10**8,
+    "a name twice": ROWS * 2,
+    "half a row": ROWS[:-1],
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hello_whose_layout_is_none_takes_no_memory_beyond_the_message(what: str, packed: bool) -> None:
+    payload = zlib.compress(HOSTILE[what]) if packed else HOSTILE[what][: 2**20]
     tracemalloc.start()
     try:
         with pytest.raises(Malformed, match="layout"):
             layout_of(hello("a", layout(100), payload=payload))
-        assert tracemalloc.get_traced_memory()[1] < 2 * len(payload) + 2**20
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(payload) + 16 * 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_a_layout_has_room_for_as_many_tensors_as_are_promised() -> None:
+    row, count = layout(100).tensors[0], MAX_TENSORS // 10
+    many = Layout(tuple(replace(row, name=f"blocks.{i}.attention.query.weight") for i in range(count)))
+    packed = pack_layout(many)
+    assert len(packed) < MESSAGE_BYTES // 20
+    assert unpack_layout(packed) == many
+
+
+def test_a_layout_of_more_tensors_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_TENSORS", 5)
+    with pytest.raises(Malformed, match="more than 5 tensors"):
+        unpack_layout(zlib.compress(ROWS * 6))
+
+
+def test_what_stands_behind_a_layout_is_malformed() -> None:
+    packed = pack_layout(layout(100))
+    for odd in (packed + b"x", packed[:-1], zlib.compress(ROWS + b"\x91"), zlib.compress(ROWS + b"\xc0")):
+        with pytest.raises(Malformed, match="layout"):
+            unpack_layout(odd)

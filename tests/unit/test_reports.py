@@ -16,7 +16,7 @@ from decoupled_diloco.learner.books import Mark
 from decoupled_diloco.learner.desk import Counters
 from decoupled_diloco.learner.follower import Public
 from decoupled_diloco.learner.health import LossWatch
-from decoupled_diloco.learner.identity import Identity, identify
+from decoupled_diloco.learner.identity import Identity, identify, layout_to_send
 from decoupled_diloco.learner.inventory import inventory
 from decoupled_diloco.learner.reports import Traffic, alive, goodbye
 from hypothesis import example, given, settings
@@ -100,7 +100,8 @@ def test_a_goodbye_for_any_reason_decodes(reason: str) -> None:
 def test_a_hello_from_a_host_of_any_name_decodes(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     model = nn.Linear(2, 2)
-    me = identify("r", "me", inventory(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None))
+    entries = inventory(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    me = identify("r", "me", entries, layout_to_send(entries))
     said = decode(encode(me.hello()))
     assert isinstance(said, Hello)
     assert len(said.host) == min(255, len(host))

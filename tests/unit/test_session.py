@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+from decoupled_diloco.common import wire
 from decoupled_diloco.common.config import NAME_PATTERN
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.learner.naming import default_name
@@ -53,6 +55,21 @@ def test_what_no_syncer_would_understand_is_said_here_and_not_waited_for(
     with pytest.raises(SettingError, match=said):
         join("tcp://127.0.0.1:1", model, torch.optim.SGD(model.parameters(), lr=1), run="r", data_hash=data_hash,
              join_timeout_seconds=1)  # fmt: skip
+
+
+def test_a_model_of_too_many_tensors_is_refused_before_anything_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_TENSORS", 7)
+    with pytest.raises(SettingError, match="would not understand its layout: more than 7 tensors"):
+        join("tcp://127.0.0.1:1", nn.Sequential(*(nn.Linear(1, 1) for _ in range(4))), None)
+
+
+def test_a_model_whose_names_no_message_can_carry_is_refused_before_anything_is_connected() -> None:
+    model = nn.Module()
+    for _ in range(5000):
+        name = secrets.token_hex(240)
+        model.register_parameter(name, nn.Parameter(torch.zeros(1)))
+    with pytest.raises(SettingError, match=r"5000 tensors take \d+ bytes, and a message carries \d+"):
+        join("tcp://127.0.0.1:1", model, None)
 
 
 @pytest.mark.parametrize("host", ["Box_7.Example.ORG", "---", "ü" * 90, "a" * 90])
