@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common.errors import SettingError
 from ..common.log import get_logger
 from .desk import Arrival
 from .health import RateCheck, StillCheck, rate_of
@@ -56,7 +57,11 @@ class Checks:
         SettingError if something was changed after join() that would be trained by this learner alone.
         """
         self._model.look(now)
-        self.optimizers.look(now)
+        try:
+            self.optimizers.look(now)
+        except SettingError:
+            self._model.compare()  # a strange tensor may be a new one of the model: then it has a name
+            raise
         stepped, self.optimizers.stepped = self.optimizers.stepped or not self.optimizers.watches, False
         booked = self._work.called(tokens, stepped=stepped)
         for event, sentence in self._work.sentences():

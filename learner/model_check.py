@@ -53,11 +53,11 @@ class ModelCheck:
             place, key, tensor, frozen = self._parameters[self._next]
             self._next = (self._next + 1) % len(self._parameters)
             if place.get(key) is not tensor or (frozen and tensor.requires_grad):
-                self._compare()
+                self.compare()
         if now - self._looked_at >= WHOLE_SECONDS:
             self._looked_at = now
             if not self._as_remembered():
-                self._compare()
+                self.compare()
 
     # --- the quick look ----------------------------------------------------------------------------------------------
     def _remember(self) -> None:
@@ -101,8 +101,8 @@ class ModelCheck:
         ]
 
     # --- by name -----------------------------------------------------------------------------------------------------
-    def _compare(self) -> None:
-        """SettingError if something that the run holds has changed; what is harmless is remembered."""
+    def compare(self) -> None:
+        """Look at everything now. SettingError if something that the run holds has changed; what is harmless is remembered."""
         found = next(self._changes(), None)
         if found is not None:
             raise SettingError(f"{found} after join(), and the run has the model as it joined; {_REMEDY}")

@@ -255,6 +255,18 @@ def test_a_strange_tensor_in_the_groups_after_join_is_refused(
         lone.session.step(tokens=10)
 
 
+def test_a_new_layer_in_a_new_group_is_refused_by_its_name(
+    model: Model, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_check, "WHOLE_SECONDS", 1e9)
+    lone = Lone(model, optimizer)
+    model.body.append(layer := nn.Linear(1, 1))
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    with pytest.raises(SettingError, match=r"body\.2\.weight was added to the model"):
+        lone.session.step(tokens=10)
+    lone.session.close("failed")
+
+
 def test_a_state_that_is_loaded_into_an_optimizer_changes_nothing(
     lone: Lone, model: Model, optimizer: Optimizer
 ) -> None:
