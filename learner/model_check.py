@@ -102,7 +102,7 @@ class ModelCheck:
 
     # --- by name -----------------------------------------------------------------------------------------------------
     def compare(self) -> None:
-        """Look at everything now. SettingError if something that the run holds has changed; what is harmless is remembered."""
+        """Look at everything now. SettingError if something that the run holds has changed; else remember what has."""
         found = next(self._changes(), None)
         if found is not None:
             raise SettingError(f"{found} after join(), and the run has the model as it joined; {_REMEDY}")
