@@ -57,11 +57,9 @@ class Checks:
         SettingError if something was changed after join() that would be trained by this learner alone.
         """
         self._model.look(now)
-        try:
-            self.optimizers.look(now)
-        except SettingError:
+        if (problem := self.optimizers.look(now)) is not None:
             self._model.compare()  # a strange tensor may be a new one of the model: then it has a name
-            raise
+            raise SettingError(problem)
         stepped, self.optimizers.stepped = self.optimizers.stepped or not self.optimizers.watches, False
         booked = self._work.called(tokens, stepped=stepped)
         for event, sentence in self._work.sentences():

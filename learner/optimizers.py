@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..common.errors import SettingError
 from .inventory import Optimizers, Owned, as_list
 
 WHOLE_SECONDS = 1.0
@@ -59,10 +58,10 @@ class OptimizerWatch:
         elif (stranger := self._strangers.get(key)) is None or stranger() is not optimizer:
             self._meet(optimizer)
 
-    def look(self, now: float) -> None:
-        """At each session step. SettingError if a group holds what the run does not train."""
+    def look(self, now: float) -> str | None:
+        """At each session step: which group holds what the run does not train, in a sentence; None if none does."""
         if not self.watches:
-            return
+            return None
         whole = now - self._looked_at >= WHOLE_SECONDS
         if whole:
             self._looked_at = now
@@ -71,8 +70,7 @@ class OptimizerWatch:
             for optimizer in self.all:
                 self._problem = self._problem or self._owned.problem(optimizer)
             self._remember()
-        if self._problem is not None:
-            raise SettingError(f"{self._problem} (this was changed after join())")
+        return None if self._problem is None else f"{self._problem} (this was changed after join())"
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Take over an optimizer that steps the run's tensors; note one that steps others as well."""
