@@ -86,7 +86,7 @@ def _occupied(place: _Place) -> int:
     """How many bytes the tensor has."""
     extent = place.stop - place.start
     used = torch.zeros(extent, dtype=torch.bool, device="cpu")
-    index = _bytes_of(torch.arange(extent, device="cpu"), place, place.start)
+    index = _bytes_of(torch.arange(extent, dtype=torch.int64, device="cpu"), place, place.start)
     used[index.reshape(-1)] = True
     return int(used.sum())
 

@@ -110,7 +110,8 @@ def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
 
     def reader(tensor: Tensor) -> Callable[[], Tensor]:
         last, count = tensor.numel() - 1, min(SAMPLED_ELEMENTS, tensor.numel())
-        places = torch.tensor([last * i // max(1, count - 1) for i in range(count)], device=tensor.device)
+        indices = [last * i // max(1, count - 1) for i in range(count)]
+        places = torch.tensor(indices, dtype=torch.int64, device=tensor.device)
         return lambda: tensor.detach().reshape(-1)[places].to("cpu", torch.float64)
 
     return [reader(tensor) for tensor in some]
