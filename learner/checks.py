@@ -90,6 +90,13 @@ class Checks:
         """The call ends."""
         self._work.left()
 
+    def before_looking(self) -> None:
+        """Other weights are about to be written into the model, and the own ones back."""
+        self._work.before_looking()
+
+    def after_looking(self) -> None:
+        self._work.after_looking()
+
     def progress_asked(self) -> None:
         self._rates = None
 

@@ -248,7 +248,18 @@ def _check_memory(entries: Sequence[Entry]) -> None:
 
 
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    """Each optimizer, of torch or with groups like one of torch; SettingError for anything else."""
+    if optimizer is None:
+        return []
+    several = isinstance(optimizer, Iterable) and not hasattr(optimizer, "param_groups")
+    found: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+    for each in found:
+        if not hasattr(each, "param_groups"):
+            raise SettingError(
+                f"optimizer must be a torch optimizer, several of them, or None, and a {type(each).__name__} has no "
+                "param_groups"
+            )
+    return found
 
 
 def stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:

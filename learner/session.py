@@ -263,6 +263,7 @@ class Session:
         whole = self._desk.whole
         kept = self._replica.keep_parameters()
         self._looking = True
+        self._checks.before_looking()
         shown = time.monotonic()
         try:
             self._replica.show([public.vector for public in whole])
@@ -271,6 +272,7 @@ class Session:
             if self._owner.here:  # a process that was forked inside the block may share the parameters' memory
                 hiding = time.monotonic()
                 self._replica.put_back(kept)
+                self._checks.after_looking()
                 self._looking = False
                 left = time.monotonic()
                 self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)

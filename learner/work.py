@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ UNSTEPPED_CALLS = 8
 EMPTY_STEPS = 8
 """and so are so many steps in a row on no tokens."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 16
+_version = attrgetter("_version")
 
 
 class Work:
@@ -28,6 +30,11 @@ class Work:
         self._parameters = parameters
         self._sampled = _spread(sources)
         self._sample: Tensor | None = self._take_sample()
+        self._writable = [source for source in sources if not source.is_inference()]
+        self._writes: int | None = self._count_writes()
+        """Of the time of the last call, where that was no step that torch tells of; else nothing need be counted."""
+        self._written = False
+        """A step was made by hand before others wrote into the model."""
         self._since_seen = TRUSTED_CALLS
         """Calls since an optimizer step was seen; at first, none ever was."""
         self._moving = 0
@@ -37,9 +44,11 @@ class Work:
 
     def called(self, tokens: int, *, stepped: bool) -> int | None:
         """A session call on so many tokens; the tokens of the inner step that has ended, None if none has."""
-        self._since_seen = 0 if stepped else self._since_seen + 1
+        written, self._written = self._was_written(), False
+        self._writes = None if stepped else 0
+        self._since_seen = 0 if stepped or written else self._since_seen + 1
         self._note_window()
-        if stepped or self._moved():
+        if stepped or written or self._moved():
             booked, self.pending_tokens = self.pending_tokens + tokens, 0
             self._empty = self._empty + 1 if not booked else 0
             return booked
@@ -53,7 +62,18 @@ class Work:
 
     def left(self) -> None:
         """The call ends, and the model holds what was adopted."""
+        if self._writes is not None:
+            self._writes = self._count_writes()
         self._sample = self._take_sample() if self._watches_values() else None
+
+    def before_looking(self) -> None:
+        """Other weights are about to be written into the model, and the own ones back."""
+        self._written = self._was_written()
+
+    def after_looking(self) -> None:
+        """They were."""
+        if self._writes is not None:
+            self._writes = self._count_writes()
 
     def sentences(self) -> list[tuple[str, str]]:
         """(event, sentence) for what is to be said now, each once."""
@@ -80,11 +100,22 @@ class Work:
         self._calls += 1
 
     # --- steps that no hook tells of ---------------------------------------------------------------------------------
+    def _was_written(self) -> bool:
+        """Whether tensors were written in place since the last call, which torch counts; nothing waits for the device.
+
+        That is how a step shows whose hooks were taken away (torch.compile does in some versions of torch), or that was
+        written by hand, however few of the values it moved.
+        """
+        return self._written or (self._writes is not None and self._writes != self._count_writes())
+
+    def _count_writes(self) -> int:
+        return sum(map(_version, self._writable))
+
     def _watches_values(self) -> bool:
         return self._since_seen >= TRUSTED_CALLS and self._moving < WINDOW_CALLS
 
     def _moved(self) -> bool:
-        """Whether the model has changed all the same: by hand, by a replayed graph, by what is no optimizer of torch's.
+        """Whether the model has changed all the same: through `.data`, by a replayed graph.
 
         Once that was so many times in a row, each call is taken for a step: to look at values waits for the device.
         """

@@ -51,6 +51,12 @@ class Lone:
         self.version += 1
         self.desk.deliver([Arrival(0, 1, self._public(by))])
 
+    def show_global_weights(self) -> None:
+        """Look at the global model, here one moved far from its own, for a moment."""
+        self.desk.whole = (self._public(10.0),)
+        with self.session.global_weights():
+            pass
+
     def _public(self, by: float = 0.0) -> Public:
         vector = self.replica.vector(self.fragment) + by
         return Public(self.version, vector, digest(vector))

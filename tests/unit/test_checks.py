@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -404,6 +404,62 @@ def test_a_model_trained_by_hand_is_counted_when_it_moves() -> None:
         lone.session.step(tokens=10)
     assert lone.session.local_steps == 3
     lone.session.close("stopped")
+
+
+def test_a_step_by_hand_is_counted_however_few_values_it_moves() -> None:
+    model = nn.Embedding(500, 2)
+    lone = Lone(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for row in (7, None, 7, 8, None):
+        if row is not None:
+            with torch.no_grad():
+                model.weight[row] += 1
+        lone.show_global_weights()
+        lone.merge()
+        lone.session.step(tokens=10)
+    assert lone.session.local_steps == 3
+    lone.session.close("stopped")
+
+
+def test_steps_are_counted_where_the_hooks_of_torch_are_taken_away_in_mid_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As torch.compile does in older versions of torch: the methods of all optimizers are unwrapped."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(2, 2)
+    optimizer = Own(model.parameters(), lr=0.1)
+    lone = Lone(model, optimizer)
+    for number in range(40):
+        if number == 10:
+            hooked: Any = Own.step
+            Own.step = hooked.__wrapped__  # type: ignore[method-assign]
+        step(lone, model, optimizer)
+        lone.merge()
+    lone.session.close("stopped")
+    assert lone.session.local_steps >= 39
+    assert lone.session.tokens == 400
+    assert "without_step" not in capsys.readouterr().err
+
+
+def test_an_optimizer_of_another_kind_will_do_and_what_is_none_is_refused() -> None:
+    model = nn.Linear(2, 2)
+
+    class Other:
+        param_groups = ({"params": list(model.parameters()), "lr": 0.1},)
+        state: ClassVar[dict[Any, Any]] = {}
+
+    for optimizer in (Other(), [Other()]):
+        lone: Any = Lone(model, optimizer)  # type: ignore[arg-type]
+        with torch.no_grad():
+            model.bias.add_(1)
+        lone.session.step(tokens=10)
+        assert lone.session.local_steps == 1
+        lone.session.close("stopped")
+    for wrong in (model, model.parameters(), 3):
+        with pytest.raises(SettingError, match="optimizer must be a torch optimizer, several of them, or None"):
+            Lone(model, wrong)  # type: ignore[arg-type]
 
 
 def test_without_an_optimizer_every_call_is_a_step() -> None:
