@@ -28,10 +28,13 @@ class Exchange:
         self._captures: dict[int, Capture] = {}
         """The last capture of each fragment, where it is needed for a rebase."""
 
-    def begin(self, joined: Joined, keep: Collection[str] = ()) -> None:
-        """Write the run's model into this one: the static values, but for the names in `keep`, and every fragment."""
-        self.replica.load_static(joined.static, keep)
+    def begin(self, joined: Joined, keep: Collection[str] = ()) -> list[str]:
+        """Write the run's model into this one: the static values, except for the names in `keep`, and every fragment.
+        Returns the names of the static tensors that held other values before.
+        """
+        replaced = self.replica.load_static(joined.static, keep)
         self._take([Arrival(p, joined.epoch, public) for p, public in enumerate(joined.whole)], "overwrite")
+        return replaced
 
     def adopt(self, arrivals: Sequence[Arrival], *, reset: bool) -> None:
         """Adopt what waits by the run's rule; with `reset` keep nothing of the learner's own."""

@@ -170,19 +170,23 @@ class Replica:
         return [self._entries[spec.name].tensor.detach() for spec in self.plan.layout.static]
 
     @torch.no_grad()
-    def load_static(self, content: bytes | memoryview, keep: Collection[str] = ()) -> None:
-        """Write the static part into the model, but for the names in `keep`; Malformed, and nothing is written, if it
-        is not of the right size.
+    def load_static(self, content: bytes | memoryview, keep: Collection[str] = ()) -> list[str]:
+        """Write the static part into the model, except for the names in `keep`. Returns the names of the tensors that
+        held other values before. Malformed, and nothing is written, if the content is not of the right size.
         """
         if len(content) != self.plan.layout.static_bytes:
             raise Malformed("size", f"{len(content)} bytes of static values, not {self.plan.layout.static_bytes}")
-        offset = 0
+        offset, replaced = 0, []
         for spec in self.plan.layout.static:
             if spec.numel and spec.name not in keep:
                 part = torch.frombuffer(bytearray(content[offset : offset + spec.bytes]), dtype=DTYPE_OF[spec.dtype])
+                tensor, part = self._entries[spec.name].tensor, part.view(spec.shape)
+                if not torch.equal(tensor.cpu(), part):
+                    replaced.append(spec.name)
                 with self._writable():
-                    self._entries[spec.name].tensor.copy_(part.view(spec.shape))
+                    tensor.copy_(part)
             offset += spec.bytes
+        return replaced
 
     # --- the whole model ---------------------------------------------------------------------------------------------
     @outside_inference_mode

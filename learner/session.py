@@ -41,6 +41,10 @@ RAMP_STEPS = 20
 """Inner steps over which a joiner without optimizer moments raises its learning rate."""
 FORGIVEN_AFTER_STEPS = 100
 """A learner that is not finite again within so many steps after a reset has diverged."""
+_REPLACED = (
+    "these frozen parameters and buffers held other values and now hold the run's; load what must stay this learner's "
+    "own, such as an EMA teacher, after join()"
+)
 GRACE_SECONDS = 3.0
 """What closing may take beyond the waiting for answers: the sockets' linger time."""
 
@@ -158,7 +162,8 @@ class Session:
         own = () if self._desk.final else own_statistics(replica)
         if own:
             log.info("statistics_kept", learner=self.name, buffers=len(own), first=own[0])
-        self._exchange.begin(joined, own)
+        if replaced := self._exchange.begin(joined, own):
+            log.info("static_from_run", learner=self.name, tensors=len(replaced), first=replaced[0], sentence=_REPLACED)
         self._static: StaticPart | None = None  # a learner of a finished run has trained nothing
         if not self._desk.final:
             self._static = StaticPart(self.plan.layout, replica.static_tensors())

@@ -69,7 +69,8 @@ def test_a_joiner_keeps_the_statistics_of_layers_that_have_counted_batches_and_g
     own = own_statistics(replica)
     assert own == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     before = model[1].running_mean.clone()  # type: ignore[operator]
-    replica.load_static(bytes(replica.plan.layout.static_bytes), own)
+    replaced = replica.load_static(bytes(replica.plan.layout.static_bytes), own)
+    assert replaced[0] == "2.running_mean"
     assert torch.equal(model[1].running_mean, before)  # type: ignore[arg-type]
     assert not model[2].running_mean.any()  # type: ignore[operator]
     assert not model[3].running_var.any()  # type: ignore[operator]
