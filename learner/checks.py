@@ -104,9 +104,11 @@ class Checks:
         self.optimizers.close()
 
     def _inner_step(self) -> None:
-        if self._still.stepped():
+        wanted = self._rates is not None or self._still.wants_rate
+        rate = rate_of(self.optimizers.all) if wanted else None
+        if self._still.stepped(rate):
             self.optimizers.after_step = self._say_still
-        if self._rates is not None and self._rates.stepped(rate_of(self.optimizers.all)):
+        if self._rates is not None and self._rates.stepped(rate):
             self._rates = None
             self._say("rate_is_local", _LOCAL_RATE)
 

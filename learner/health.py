@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +133,7 @@ class StillCheck:
     """Do parameters of 16 bits move, where nothing of more bits collects their steps?
 
     A step that is smaller than half the distance between two numbers of the dtype changes nothing, however often it is
-    made. What adoptions write does not count.
+    made. What adoptions write does not count, nor do steps while the learning rate rises: they may still grow.
     """
 
     STEPS = 32
@@ -142,6 +143,7 @@ class StillCheck:
         self._suspects = [_Still(name, tensor, fragment, _sample_of(tensor)) for name, tensor, fragment in tensors]
         self._of = len(self._suspects)
         self._steps = 0
+        self._rate: float | None = None
 
     def adopting(self, fragments: Container[int]) -> None:
         """Before these fragments are written."""
@@ -155,11 +157,20 @@ class StillCheck:
             if suspect.fragment in fragments:
                 suspect.sample = _sample_of(suspect.tensor)
 
-    def stepped(self) -> bool:
-        """After each inner step: True once, when it is time to look at the gradients of what has not moved."""
-        if not self._suspects or self._steps == self.STEPS:
+    @property
+    def wants_rate(self) -> bool:
+        """There is still something to find out."""
+        return bool(self._suspects) and self._steps < self.STEPS
+
+    def stepped(self, rate: float | None) -> bool:
+        """After each inner step: True once, when it is time to look at the gradients of what has not moved.
+
+        rate: the learning rate of this step, where it is known without waiting.
+        """
+        if not self.wants_rate:
             return False
-        self._steps += 1
+        rises, self._rate = rate is not None and self._rate is not None and rate > self._rate, rate
+        self._steps = 0 if rises else self._steps + 1
         if self._steps == self.STEPS:
             self._suspects = [s for s in self._suspects if torch.equal(s.sample, _sample_of(s.tensor))]
         return self._steps == self.STEPS and bool(self._suspects)
@@ -219,12 +230,17 @@ def rate_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
     return total
 
 
+def moments_of(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """Tensor -> what the optimizer keeps for it; empty before its first step, and for kinds that have no `state`."""
+    return getattr(optimizer, "state", {})
+
+
 @torch.no_grad()
 def heal_moments(optimizer: Optimizers) -> int:
     """Zero every tensor of optimizer state that is not finite: kept, it would undo a reset at once. How many."""
     healed = 0
     for each in as_list(optimizer):
-        for state in each.state.values():
+        for state in moments_of(each).values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.is_floating_point() and not torch.isfinite(value).all():
                     with torch.inference_mode(mode=value.is_inference()):

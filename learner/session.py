@@ -25,7 +25,7 @@ from .checks import Checks
 from .conversation import HURRY_SECONDS, LEAVE_SECONDS
 from .desk import Boundary, Counters, Desk, Joined
 from .exchange import Exchange
-from .health import LossWatch, StickCheck, heal_moments
+from .health import LossWatch, StickCheck, heal_moments, moments_of
 from .identity import Identity, Owner, identify, layout_to_send
 from .inventory import Optimizers, as_list, inventory, live_buffers
 from .joining import await_joined, member
@@ -152,7 +152,7 @@ class Session:
         self._books = Books(link.me.pair, joined.plan.P)
         self._exchange = self.exchange_kind(link.desk, joined, replica, self._books)
         self._losses = LossWatch()
-        self._without_moments = joined.t > 0 and not any(o.state for o in as_list(optimizer))
+        self._without_moments = joined.t > 0 and not any(moments_of(o) for o in as_list(optimizer))
         self._resetting = False
         self._reset_at: int | None = None
         self._closed = False

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -448,14 +448,14 @@ def test_an_optimizer_of_another_kind_will_do_and_what_is_none_is_refused() -> N
 
     class Other:
         param_groups = ({"params": list(model.parameters()), "lr": 0.1},)
-        state: ClassVar[dict[Any, Any]] = {}
 
     for optimizer in (Other(), [Other()]):
-        lone: Any = Lone(model, optimizer)  # type: ignore[arg-type]
+        lone: Any = Lone(model, optimizer, t=5)  # type: ignore[arg-type]
         with torch.no_grad():
             model.bias.add_(1)
         lone.session.step(tokens=10)
         assert lone.session.local_steps == 1
+        assert lone.session.ramp < 1
         lone.session.close("stopped")
     for wrong in (model, model.parameters(), 3):
         with pytest.raises(SettingError, match="optimizer must be a torch optimizer, several of them, or None"):
@@ -607,14 +607,15 @@ class Halves(nn.Module):
         self.shift = nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
 
 
-def still_after(steps: int, model: Halves, lr: float, capsys: pytest.CaptureFixture[str], merges: int = 8) -> str:
-    """What is said of standing still in so many steps, with a merge every so many."""
+def still_after(steps: int, model: Halves, lr: float, capsys: pytest.CaptureFixture[str], *, warmup: int = 1) -> str:
+    """What is said of standing still in so many steps, the first of them with a rising rate."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     lone = Lone(model, optimizer)
     for number in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (number + 1) / warmup)
         step(lone, model, optimizer)
         optimizer.zero_grad()
-        if number % merges == merges - 1:
+        if number % 8 == 7:
             lone.merge(by=0.5)
     lone.session.close("stopped")
     return "\n".join(line for line in capsys.readouterr().err.splitlines() if "parameters_stand_still" in line)
@@ -630,6 +631,11 @@ def test_16_bit_parameters_that_never_move_are_named_once(capsys: pytest.Capture
 @pytest.mark.parametrize("lr", [0.5, 0.0])
 def test_16_bit_parameters_that_move_or_are_not_to_are_not_named(lr: float, capsys: pytest.CaptureFixture[str]) -> None:
     assert not still_after(80, Halves(), lr, capsys)
+
+
+def test_a_rate_that_still_rises_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not still_after(150, Halves(), 0.02, capsys, warmup=100), "its last steps are large enough"
+    assert "first gain" in still_after(150, Halves(), 1e-4, capsys, warmup=50)
 
 
 def test_masters_and_float32_are_not_watched_for_standing_still(capsys: pytest.CaptureFixture[str]) -> None:
