@@ -170,7 +170,7 @@ def altered(genuine: Delta) -> Iterator[dict[str, Any]]:
     yield {"attempt": genuine.attempt + 1000}
     yield {"incarnation": genuine.incarnation % 2**52 + 1}
     yield {"name": "stranger"}
-    yield {"fragment": 99_999}
+    yield {"fragment": 9_999}
     yield {"codec": "f32"}
     yield {"run": "other"}
     yield {"tokens_to": 2**53}  # taken, but it never counts
