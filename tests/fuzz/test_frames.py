@@ -134,7 +134,10 @@ HUGE = st.builds(
 )
 LONG = st.builds(lambda n: msgpack.packb([0] * n), st.integers(1000, 200_000))
 HEADERS = st.one_of(st.binary(max_size=300), DEEP, HUGE, LONG, st.builds(msgpack.packb, VALUES))
-PAYLOADS = st.one_of(st.binary(max_size=2000), st.builds(bytes, st.integers(0, 2**20 + 100)))
+PAYLOADS = st.one_of(
+    st.binary(max_size=2000), st.builds(bytes, st.integers(0, 2**20 + 100)),
+    st.binary(min_size=64, max_size=64),  # as long as the one in its place, and another
+)  # fmt: skip
 
 
 def templates(name: str, heard: Sequence[Message], incarnation: int) -> dict[str, Message]:
