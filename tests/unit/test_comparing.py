@@ -432,10 +432,7 @@ def test_a_text_that_is_too_small_to_hold_anything_out_judges_nobody(tmp_path: P
 def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
     # two jobs: when one has just ended, another one is under way
     command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "compare", "--jobs", "2", "--out", str(tmp_path)]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where tests run in the background
-    )  # fmt: skip
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     assert "(23 of 24 left)" in child.stderr.readline()
     child.send_signal(signal.SIGINT)
