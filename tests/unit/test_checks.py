@@ -607,7 +607,9 @@ class Halves(nn.Module):
         self.shift = nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
 
 
-def still_after(steps: int, model: Halves, lr: float, capsys: pytest.CaptureFixture[str], *, warmup: int = 1) -> str:
+def still_after(
+    steps: int, model: Halves, lr: float, capsys: pytest.CaptureFixture[str], *, warmup: int = 1, by: float = 0.5
+) -> str:
     """What is said of standing still in so many steps, the first of them with a rising rate."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     lone = Lone(model, optimizer)
@@ -616,7 +618,7 @@ def still_after(steps: int, model: Halves, lr: float, capsys: pytest.CaptureFixt
         step(lone, model, optimizer)
         optimizer.zero_grad()
         if number % 8 == 7:
-            lone.merge(by=0.5)
+            lone.merge(by)
     lone.session.close("stopped")
     return "\n".join(line for line in capsys.readouterr().err.splitlines() if "parameters_stand_still" in line)
 
@@ -634,7 +636,7 @@ def test_16_bit_parameters_that_move_or_are_not_to_are_not_named(lr: float, caps
 
 
 def test_a_rate_that_still_rises_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not still_after(150, Halves(), 0.02, capsys, warmup=100), "its last steps are large enough"
+    assert not still_after(150, Halves(), 0.004, capsys, warmup=100, by=0.0), "its last steps are large enough"
     assert "first gain" in still_after(150, Halves(), 1e-4, capsys, warmup=50)
 
 
