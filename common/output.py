@@ -32,21 +32,33 @@ class Output(io.RawIOBase):
         self.name = name
         self._descriptor = descriptor
         self._closed = closed
+        self._offered, self._taken = b"", list[int]()
+        """The last text, and how much of it was written; empty once the buffer above has been informed of that."""
 
     def write(self, text: Any) -> int:
-        """How much was taken, or is lost: after a failure nothing more is tried."""
-        size = memoryview(text).nbytes
-        while self.failure is None:
+        """How much was taken, or is lost: after a failure nothing more is tried.
+
+        A signal handler may raise between any two calls. So the count is kept in the same call that writes, and given
+        back without another one: text that went out is never written again.
+        """
+        offered = bytes(text)
+        if self._taken and not offered.startswith(self._offered[: self._taken[0]]):
+            self._taken = []
+        while not self._taken:
+            if self.failure is not None:
+                return len(offered)
+            self._offered = offered
             try:
                 if self._closed:
                     raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-                return os.write(self._descriptor, text)
+                self._taken.extend(map(os.write, (self._descriptor,), (offered,)))
             except BlockingIOError as wrong:  # another program has set the shared descriptor so, as ssh does
                 if not select.select([], [self._descriptor], [], STUCK_SECONDS)[1]:
                     self._lose(wrong)
             except OSError as wrong:
                 self._lose(wrong)
-        return size
+        count, self._taken = self._taken[0], []
+        return count
 
     def _lose(self, wrong: OSError) -> None:
         self.failure = wrong

@@ -191,3 +191,42 @@ def test_a_program_started_by_nohup_takes_no_closed_terminal_for_a_wish_to_stop(
     )
     for before, wished in ((signal.SIG_IGN, b"False\n"), (signal.SIG_DFL, b"True\n")):
         assert run(tmp_path, ["-c", code.replace("{before}", before.name)]).stdout == wished
+
+
+INTERRUPTED = """
+import signal, sys
+from decoupled_diloco.common.output import protect
+
+armed = False
+
+def interrupt(*_):
+    global armed
+    if armed:
+        armed = False
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+protect()
+for number in range(200):
+    try:
+        armed = True
+        sys.stdout.write(f"{number}\\n")  # whole: print() writes the end of a line apart
+        sys.stdout.flush()
+        armed = False
+    except KeyboardInterrupt:
+        pass
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+"""
+
+
+def test_a_line_that_is_interrupted_as_it_goes_out_is_written_once() -> None:
+    command = [sys.executable, "-P", "-c", INTERRUPTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        lines = []
+        for line in child.stdout:
+            lines.append(int(line))
+            child.send_signal(signal.SIGINT)
+    assert child.returncode == 0
+    assert lines == sorted(set(lines)), lines
+    assert len(lines) > 1
