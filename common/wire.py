@@ -30,8 +30,9 @@ MAX_LOSS = 1e15
 GOODBYE_REASONS = ("finished", "left", "stopped", "diverged", "failed")
 MAX_CALLS = 1_000
 """Open calls in one Beat."""
-LAYOUT_STEP_BYTES, LAYOUT_ROW_BYTES = 2**14, 2**16
-"""A Hello's layout is inflated in steps, and one tensor with all its names takes no more than a row's bytes."""
+LAYOUT_STEP_BYTES, LAYOUT_ROW_BYTES, LAYOUT_BYTES = 2**14, 2**16, 2**25
+"""A Hello's layout is inflated in steps; one tensor with all its names takes no more than a row's bytes, and the whole
+no more than the last figure: a message may inflate to a thousand times its size."""
 MAX_NAMES = 1024
 """Under so many names one tensor may stand."""
 FETCH_WINDOW = 16
@@ -574,7 +575,7 @@ def _check_chunk(message: Chunked) -> None:
 HEADER_BYTES = 8192
 """At most, of any header without what grows with the run: fragments, learners, calls."""
 CALL_BYTES, NAMED_IN_CALL_BYTES, NAMED_IN_UPDATE_BYTES = 256, 96, 72
-"""At most, of a Call that names nobody, and of each learner in a Call (twice) and in an Update."""
+"""At most, of a Call that names no learner, and of each learner in a Call (twice) and in an Update."""
 
 
 def most_calls(fragments: int, learners: int) -> int:
@@ -622,7 +623,7 @@ def pack_layout(layout: Layout) -> bytes:
 
 
 def unpack_layout(payload: bytes | memoryview) -> Layout:
-    """The layout in a Hello's payload; Malformed if it is none. Takes no more memory than the tensors that it names."""
+    """The layout in a Hello's payload; Malformed if it is none. Inflates no more than LAYOUT_BYTES."""
     try:
         return Layout.of_tensors(tuple(tensor_from_wire(row) for row in _layout_rows(payload)))
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException, RecursionError) as wrong:
@@ -630,7 +631,7 @@ def unpack_layout(payload: bytes | memoryview) -> Layout:
 
 
 def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
-    """Each row as soon as it is inflated, so that whoever looks at it can end a flood of others."""
+    """Each row as soon as it is inflated, so that the caller can end a flood of others."""
     inflate, rest, rows = zlib.decompressobj(), bytes(payload), 0
     scan = msgpack.Unpacker(raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=0, max_map_len=0,
                             max_str_len=LAYOUT_ROW_BYTES, max_array_len=MAX_NAMES)  # fmt: skip
@@ -642,6 +643,8 @@ def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
             raise Malformed("layout", "it ends early")
         scan.feed(part)
         fed += len(part)
+        if fed > LAYOUT_BYTES:
+            raise Malformed("layout", f"its names and shapes take more than {LAYOUT_BYTES} bytes")
         for row in scan:
             yield row
             row_began, rows = scan.tell(), rows + 1
@@ -650,7 +653,7 @@ def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
         if fed - row_began > LAYOUT_ROW_BYTES:
             raise Malformed("layout", "a tensor takes too much room")
     if fed > row_began or inflate.unused_data:
-        raise Malformed("layout", "something stands behind it")
+        raise Malformed("layout", "bytes follow after its end")
 
 
 class Assembly:

@@ -131,6 +131,15 @@ def test_a_layout_of_more_tensors_is_malformed(monkeypatch: pytest.MonkeyPatch) 
         unpack_layout(zlib.compress(ROWS * 6))
 
 
+def test_a_small_message_that_inflates_to_a_vast_layout_is_malformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LAYOUT_BYTES", 2 * wire.LAYOUT_STEP_BYTES)
+    rows = [[f"{number}." + "n" * 500, [1], "float32", "trainable", "rda", []] for number in range(100)]
+    payload = zlib.compress(b"".join(msgpack.packb(row) for row in rows))
+    assert len(payload) < 1500
+    with pytest.raises(Malformed, match="its names and shapes take more than 32768 bytes"):
+        unpack_layout(payload)
+
+
 def test_what_stands_behind_a_layout_is_malformed() -> None:
     packed = pack_layout(layout(100))
     for odd in (packed + b"x", packed[:-1], zlib.compress(ROWS + b"\x91"), zlib.compress(ROWS + b"\xc0")):
