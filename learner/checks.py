@@ -114,8 +114,9 @@ class Checks:
 
     def _say_still(self, optimizer: torch.optim.Optimizer) -> None:
         if sentence := self._still.verdict(optimizer):
-            self.optimizers.after_step = None
             self._say("parameters_stand_still", sentence)
+        if self._still.over:
+            self.optimizers.after_step = None
 
     def _say(self, event: str, sentence: str) -> None:
         log.warning(event, learner=self._learner, sentence=sentence)

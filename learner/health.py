@@ -137,12 +137,14 @@ class StillCheck:
     """
 
     STEPS = 32
+    LOOKS = 32
+    """Gradients are looked at after so many optimizer steps at the most: what has had none by then is left alone."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor, int]]) -> None:
         """tensors: (name, parameter, fragment) of those that are stepped in 16 bits."""
         self._suspects = [_Still(name, tensor, fragment, _sample_of(tensor)) for name, tensor, fragment in tensors]
         self._of = len(self._suspects)
-        self._steps = 0
+        self._steps = self._looks = 0
         self._rate: float | None = None
 
     def adopting(self, fragments: Container[int]) -> None:
@@ -158,9 +160,14 @@ class StillCheck:
                 suspect.sample = _sample_of(suspect.tensor)
 
     @property
+    def over(self) -> bool:
+        """Nothing is left to find out, and nothing is looked at any more."""
+        return not self._suspects
+
+    @property
     def wants_rate(self) -> bool:
-        """There is still something to find out."""
-        return bool(self._suspects) and self._steps < self.STEPS
+        """Steps are still being counted."""
+        return not self.over and self._steps < self.STEPS
 
     def stepped(self, rate: float | None) -> bool:
         """After each inner step: True once, when it is time to look at the gradients of what has not moved.
@@ -176,7 +183,8 @@ class StillCheck:
         return self._steps == self.STEPS and bool(self._suspects)
 
     def verdict(self, optimizer: torch.optim.Optimizer) -> str:
-        """Right after a step of `optimizer`, while its gradients are there: what stands still, in a sentence, or ''."""
+        """Right after a step of `optimizer`, while its gradients are there: a sentence on what has not moved, or ''."""
+        self._looks += 1
         pushed = {
             id(tensor): tensor.grad
             for group in optimizer.param_groups
@@ -184,7 +192,15 @@ class StillCheck:
             for tensor in group["params"]
             if tensor.grad is not None
         }
-        still = [s for s in self._suspects if (gradient := pushed.get(id(s.tensor))) is not None and gradient.any()]
+        still = [
+            s
+            for s in self._suspects
+            if (gradient := pushed.get(id(s.tensor))) is not None
+            and gradient.any()
+            and torch.equal(s.sample, _sample_of(s.tensor))
+        ]
+        if still or self._looks >= self.LOOKS:
+            self._suspects = []
         if not still:
             return ""
         first, dtype = still[0], str(still[0].tensor.dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.learner import model_check, optimizers
+from decoupled_diloco.learner.health import StillCheck
 from lone_session import Lone, backward, train
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -638,6 +639,32 @@ def test_16_bit_parameters_that_move_or_are_not_to_are_not_named(lr: float, caps
 def test_a_rate_that_still_rises_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert not still_after(150, Halves(), 0.004, capsys, warmup=100, by=0.0), "its last steps are large enough"
     assert "first gain" in still_after(150, Halves(), 1e-4, capsys, warmup=50)
+
+
+def test_a_parameter_that_gets_gradients_late_and_moves_then_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Halves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    lone = Lone(model, optimizer)
+    for number in range(StillCheck.STEPS + 8):
+        model.shift.grad = torch.ones_like(model.shift)
+        model.gain.grad = torch.ones_like(model.gain) if number > StillCheck.STEPS else None
+        optimizer.step()
+        lone.session.step(tokens=10)
+    assert model.gain[0] != 1
+    lone.session.close("stopped")
+    assert "parameters_stand_still" not in capsys.readouterr().err
+
+
+def test_what_gets_no_gradients_is_looked_at_for_a_while_only() -> None:
+    model = Halves()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    check = StillCheck([("gain", model.gain, 0)])
+    assert [check.stepped(0.5) for _ in range(StillCheck.STEPS)][-1]
+    for _ in range(StillCheck.LOOKS):
+        assert not check.over
+        assert not check.verdict(optimizer)
+    assert check.over
+    assert not check.stepped(0.5)
 
 
 def test_masters_and_float32_are_not_watched_for_standing_still(capsys: pytest.CaptureFixture[str]) -> None:
