@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
@@ -151,18 +153,15 @@ def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
 def gradients_live(parameters: Iterable[Tensor]) -> bool:
     """Whether there are gradients, all of them finite and not all zero: what a later optimizer step may learn from.
 
-    Waits for the device.
+    Waits for each device once, however many parameters it holds.
     """
-    some = False
+    largest: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        largest = _largest(gradient)
-        if not torch.isfinite(largest):
-            return False
-        some = some or bool(largest > 0)
-    return some
+        if parameter.grad is not None:
+            own = _largest(parameter.grad)
+            largest[own.device, own.dtype].append(own)
+    found: list[float] = [value for own in largest.values() for value in torch.stack(own).tolist()]
+    return all(map(math.isfinite, found)) and any(found)
 
 
 def _largest(gradient: Tensor) -> Tensor:
