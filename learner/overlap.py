@@ -27,7 +27,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return _occupied(_place("", tensor, changes=True)) < tensor.numel() * tensor.itemsize
+                place, wanted = _place("", tensor, changes=True), tensor.numel() * tensor.itemsize
+                return wanted > place.stop - place.start or _occupied(place) < wanted
             reach += stride * (size - 1)
     return False
 
@@ -75,7 +76,8 @@ def _collision(cluster: list[_Place]) -> tuple[str, str] | None:
     owner = torch.full((stop - start,), -1, dtype=torch.int32, device="cpu")
     for number, place in enumerate(cluster):
         own = _bytes_of(owner, place, start)
-        for other in (cluster[n] for n in set(own.reshape(-1).tolist()) if n >= 0):
+        numbers = own.unique().tolist()  # type: ignore[no-untyped-call]
+        for other in (cluster[n] for n in numbers if n >= 0):
             if place.changes or other.changes:
                 return other.name, place.name
         own.fill_(number)

@@ -109,6 +109,10 @@ def places(tensor: Tensor) -> set[int]:
     return set(index.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1).tolist())
 
 
+def test_a_vast_expanded_tensor_is_found_without_memory_for_its_elements() -> None:
+    assert overlaps_itself(torch.zeros(1).expand(2**40))
+
+
 VIEWS = st.tuples(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7)), min_size=1, max_size=3), st.integers(0, 20))
 
 
