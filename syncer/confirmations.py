@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+AWAITED = 1_000
+"""So many names are awaited at the most: more than a run has learners, so that made-up ones take no memory."""
+
 
 @dataclass
 class Confirmations:
@@ -23,7 +26,9 @@ class Confirmations:
 
     def await_from(self, names: Iterable[str]) -> None:
         """These learners are live at the end of the run."""
-        self._missing.update(dict.fromkeys(names))
+        for name in names:
+            if len(self._missing) < AWAITED:
+                self._missing[name] = None
 
     def left(self, name: str) -> None:
         """A Goodbye came, of whatever incarnation of the name: the one before it is gone."""

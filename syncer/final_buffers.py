@@ -69,7 +69,7 @@ class FinalBuffers:
             return self._take(message, plan, now)
         except Malformed:
             self._refused.add(who)
-            del self._offers[who]
+            self._offers.pop(who, None)
             self.look(now)
             raise
 

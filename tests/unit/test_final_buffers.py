@@ -54,6 +54,14 @@ def test_the_first_learner_that_offers_some_is_asked_and_stays_the_one() -> None
     assert made.take(buffers(name="b"), PLAN, 3, 100.5) is None, "sent twice"
 
 
+def test_a_learner_that_takes_its_offer_back_and_sends_nonsense_ends_nothing_but_its_turn() -> None:
+    made = offers("a", "b")
+    made.offer(("a", 1), 0, 100.1)
+    with pytest.raises(Malformed, match="fragment"):
+        made.take(buffers(name="a", fragment=0), PLAN, 3, 100.2)
+    assert made.source == ("b", 1)
+
+
 def test_a_learner_that_falls_silent_is_not_waited_for_and_the_next_one_is_asked() -> None:
     made = offers("a", "b")
     made.offer(("b", 1), 2, 100.0 + SILENCE_SECONDS)
