@@ -9,7 +9,7 @@ from typing import Literal
 from ..common.config import BEAT_SECONDS
 from .members import Member
 from .rejections import Rejections
-from .rounds import FIRST_STEP_PATIENCE_SECONDS, OpenCall, Rounds
+from .rounds import OpenCall, Rounds, about_to_begin
 
 SURE_SECONDS = 5.0
 """How long what lets no round succeed must last: learners that are started together do not come together."""
@@ -38,7 +38,7 @@ def reason_of(rounds: Rounds, rejections: Rejections, now: float) -> Reason | No
         return None
     able, quorum = rounds.may_answer(), rounds.settings.quorum
     if able < quorum:
-        first_steps = able + sum(_about_to_begin(member, now) for member in rounds.members.live())
+        first_steps = able + sum(about_to_begin(member, now) for member in rounds.members.live())
         return None if first_steps >= quorum else Reason("quorum", _below_quorum(rounds, rejections, now), SURE_SECONDS)
     calls = sorted(rounds.calls.values(), key=lambda call: call.slot)
     if not calls or any(call.quorum_at is not None for call in calls):
@@ -46,10 +46,6 @@ def reason_of(rounds: Rounds, rejections: Rejections, now: float) -> Reason | No
     usual = rounds.schedule.steps_between * rounds.members.typical_step_seconds() + rounds.attempt_seconds()
     patience = max(PATIENCE_SECONDS, PATIENCE_ROUNDS * usual)
     return Reason("answers", _unanswered(rounds, rejections, calls[0]), patience)
-
-
-def _about_to_begin(member: Member, now: float) -> bool:
-    return member.step_seconds == 0 and now - member.joined_at < FIRST_STEP_PATIENCE_SECONDS
 
 
 def _below_quorum(rounds: Rounds, rejections: Rejections, now: float) -> str:

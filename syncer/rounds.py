@@ -129,6 +129,11 @@ class Drained:
 Action = Called | Merge | Unmet | Lost | Drained
 
 
+def about_to_begin(member: Member, now: float) -> bool:
+    """Whether a learner has joined so recently that its first steps may still be under way."""
+    return member.step_seconds == 0 and now - member.joined_at < FIRST_STEP_PATIENCE_SECONDS
+
+
 class Rounds:
     """State of all rounds of a run. `parameters` are the fragments' sizes."""
 
@@ -371,14 +376,14 @@ class Rounds:
         if len(self.calls) >= self.tau or self._slot_fragment() in self.calls:
             return None
         if self._slot_at is None:
-            return None if self.awaits_first_steps(now) else now
+            return None if self._awaits_first_steps(now) else now
         return self._slot_at + self.schedule.steps_between * typical
 
     def _slot_fragment(self) -> int:
         return self.schedule.fragment_of(self.slot)
 
-    def awaits_first_steps(self, now: float) -> bool:
-        return any(m.step_seconds == 0 and now - m.joined_at < FIRST_STEP_PATIENCE_SECONDS for m in self.members.live())
+    def _awaits_first_steps(self, now: float) -> bool:
+        return any(about_to_begin(member, now) for member in self.members.live())
 
     def _open_due(self, now: float) -> Iterator[Action]:
         opens_at = self._opens_at(now)

@@ -13,7 +13,7 @@ from .lines import Lines
 
 WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
-"""How soon an absent broker is told of; then each time that it has been absent for twice as long."""
+"""How soon an absent broker is reported; then each time that it has been absent for twice as long."""
 LEAP = 2**32
 """No run gets so far beyond what is on the disk. Whoever states more could drive it to where no message can go."""
 SENDERS = 10_000
@@ -57,7 +57,7 @@ class Listening:
     """
 
     def __init__(self, lines: Lines, seconds: float, absent: Callable[[float], None]) -> None:
-        """`absent` is told how long the broker has been missing: after 5 s, and again ever more seldom."""
+        """`absent` is called with how long the broker has been missing: after 5 s, and again ever more seldom."""
         self._lines, self._seconds, self._absent = lines, seconds, absent
         self._survey = Survey()
         self._wanted, self._closed = threading.Event(), threading.Event()
@@ -96,7 +96,8 @@ class Listening:
                 if silence.look(now - began):
                     self._absent(now - began)
                 continue
-            heard_since = heard_since or now
+            silence.end()
+            began, heard_since = now, heard_since or now
             for message in self._lines.receive():
                 self._survey.take(message)
             if self._wanted.is_set() and now - heard_since >= self._seconds:
