@@ -61,7 +61,7 @@ class Room:
             check_room("a broker with all its clients", files=0, threads=0)
         except LimitReached as wrong:
             if not self._full:
-                log.warning("broker_full", sentence=f"nobody else can connect: {wrong}")
+                log.warning("broker_full", sentence=f"no other client can connect: {wrong}")
             self._full = True
         else:
             if self._full:

@@ -291,7 +291,7 @@ class SyncerConfig:
     """How long a stop waits for open rounds."""
     drain_seconds: float = 30.0
     """How long a finished run waits for the learners that were there at its end, counted from the end or from their
-    last Fetch. Those that never confirm the final model are named, and the syncer ends well."""
+    last Hello or Fetch. Those that never confirm the final model are named, and the syncer ends well."""
     key: Path | None = None
     """The key file, of role syncer, that a broker with keys asks for."""
     tape: Path | None = None

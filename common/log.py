@@ -127,7 +127,7 @@ class _Outputs:
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """In a process that was forked while another thread was at work here, nobody is left to free the lock."""
+        """In a process that was forked while another thread held the lock, no thread is left to release it."""
         self._lock = threading.RLock()  # the terminal that is lost while it is written to is noted in the file
 
     def msg(self, **event: Any) -> None:

@@ -1,5 +1,5 @@
-"""Whether the broker's host name can be resolved. libzmq resolves it by itself at each attempt to connect, and says to
-nobody that this fails; a resolver may take many seconds to answer, so that it is asked in threads of its own.
+"""Whether the broker's host name can be resolved. libzmq resolves it by itself at each attempt to connect and does not
+report a failure; a resolver may take many seconds to answer, so it is asked in threads of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Answer:
 
 
 class Lookup:
-    """Asks for one host name, as often as somebody wants to know. Safe from every thread."""
+    """Asks for one host name, as often as a connection wants to know. Safe from every thread."""
 
     def __init__(self, host: str, resolve: Resolve = network.getaddrinfo) -> None:
         self.host = host
@@ -91,7 +91,7 @@ def lookup(host: str) -> Lookup:
 
 
 def is_literal(host: str) -> bool:
-    """An address in figures, which nobody has to resolve."""
+    """Whether `host` is a numeric address, which needs no resolver."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -117,9 +117,8 @@ class Place:
         self.look(connected=False, now=time.monotonic())
         self._lookup.wait(seconds)
         if self._lookup.answer is not None and self._down_since is not None:
-            self._down_since = min(
-                self._down_since, self._lookup.answer.asked_at
-            )  # also one that another line asked for
+            asked_at = self._lookup.answer.asked_at  # also one that another line asked for
+            self._down_since = min(self._down_since, asked_at)
         return self.newest_family() or network.AF_INET6
 
     def newest_family(self) -> network.AddressFamily | None:

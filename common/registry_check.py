@@ -17,8 +17,8 @@ FORGETFUL = "allkeys-"
 def check_store(url: str, run: str) -> None:
     """Once, before anything starts. Writes nothing: commands are queued in a transaction that is given up.
 
-    SettingError if the store lets nobody in like that, is a cluster or a replica, or its user may not write what `run`
-    needs; PeerLost if nobody answers; DilocoError if it takes nothing just now.
+    SettingError if the store rejects the login, is a cluster or a replica, or its user may not write what `run` needs;
+    PeerLost if no store answers; DilocoError if it takes nothing just now.
     """
     check_connection(url)
     client = connect(url, keep_connection=True)

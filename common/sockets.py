@@ -152,8 +152,8 @@ class Line:
     """What sending and receiving sockets share: a connection to the broker, and what becomes of it.
 
     It goes over IPv4 where the host has such an address, else over IPv6: libzmq tries one address only, and with IPv6
-    on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not. A name that nobody knows yet is asked for again
-    at each attempt.
+    on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not. A name that cannot be resolved yet is
+    asked for again at each attempt.
     """
 
     def __init__(self, context: Context, socket: Socket, endpoint: str, key: Key | None) -> None:

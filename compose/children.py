@@ -204,7 +204,7 @@ def spawn(
     """A child in a session of its own; everything it prints is appended to the file `stderr`.
 
     `threads` bounds what numeric libraries take before anybody asks them; `more` is added to its environment,
-    in which no option of ours stands otherwise: it has all that it needs in `command`. LimitReached if the system gives
+    which has no other option of ours: all that it needs is in `command`. LimitReached if the system gives
     no more processes or files.
     """
     own = {"PYTHONFAULTHANDLER": "1", **_thread_limits(threads), **(more or {})}

@@ -68,7 +68,7 @@ def new(keys: Path, out: Path | None, **about: Any) -> int:
         revoke(keys, **about)
         raise
     if place != OUTPUT:
-        echo(f"{place}: the key of {key}; whoever has this file may act as {key.name} and {key.name}-*")
+        echo(f"{place}: the key of {key}; a holder of this file may act as {key.name} and {key.name}-*")
     return 0
 
 

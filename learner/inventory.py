@@ -1,7 +1,7 @@
 """Which tensors a model has, under which names, and what each is to the run: trained or static, tied, merged how.
 
 The names are those of the model's own state_dict, without what torch.compile, DDP and the like put in front or between.
-A tensor that stands under several names is one tensor: it is sent once and written once, and stays tied because it is
+A tensor that has several names is one tensor: it is sent once and written once, and stays tied because it is
 written in place.
 """
 
@@ -153,7 +153,7 @@ def _own_paths(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     wrappers = [
         (getattr(sys.modules[place], name), attribute)
         for place, name, attribute in WRAPPERS
-        if place in sys.modules  # of a class that nobody has imported there is no object
+        if place in sys.modules  # a class that was never imported has no objects
     ]
     own: dict[str, str] = {}
     for path in modules:

@@ -26,7 +26,7 @@ class OptimizerWatch:
     def __init__(self, owned: Owned, optimizer: Optimizers, now: float) -> None:
         self.watches = optimizer is not None
         self.stepped = False
-        """One of them has stepped; whoever takes note of it sets it back."""
+        """One of them has stepped; the reader resets it."""
         self.after_step: Callable[[torch.optim.Optimizer], None] | None = None
         """What is to be done right after the next step, while the gradients are there."""
         self._owned = owned
@@ -120,7 +120,8 @@ class _Watches:
     """Everything that wants to hear of optimizer steps in this process, behind one hook.
 
     The hook stays once it is there, and a change replaces the tuple: torch walks its hooks while other threads train,
-    and must not find that their number has changed. Sessions that nobody holds any more fall out by themselves.
+    and must not find that their number has changed. Sessions that are no longer referenced drop out by
+    themselves.
     """
 
     def __init__(self) -> None:

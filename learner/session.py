@@ -189,8 +189,8 @@ class Session:
         to notice at once when it is not finite; a tensor on an accelerator is not waited for).
 
         Raises SettingError (something was changed after join() that would train this learner alone), Diverged (loss or
-        parameters not finite, again after a reset), Orphaned (the syncer is gone for long;
-        the parameters were saved), DilocoError (the session is closed, its link failed, or this is another process).
+        parameters not finite, again after a reset), Orphaned (the syncer is gone for long; the parameters were saved),
+        DilocoError (the session is closed, its link failed, or this is another process).
         """
         self._owner.check("step()")
         if self._closed or self._looking:

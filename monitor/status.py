@@ -78,7 +78,7 @@ class Now:
 
     @property
     def troubles(self) -> list[str]:
-        """What a person should know: why nothing new could be read, why the run stands, and that nothing is saved."""
+        """What a person should know: why nothing new could be read, why the run is blocked, why nothing is saved."""
         failing = self.saving if self.figures_so_far.get("save_error") else ""
         return [sentence for sentence in (self.trouble, self.blocked, failing) if sentence]
 

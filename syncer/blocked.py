@@ -18,7 +18,7 @@ SEED_SECONDS = 30.0
 PATIENCE_SECONDS, PATIENCE_ROUNDS = 10.0, 4
 """How long answers must be missing that might still come: so many usual rounds, but no less than so many seconds."""
 REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 30.0, 600.0
-"""When a run that is still blocked is told of again, at first and at the most; doubled each time."""
+"""When a run that is still blocked is reported again, at first and at the most; doubled each time."""
 NAMES = 8
 """So many learners are named in one sentence."""
 
@@ -112,7 +112,7 @@ def _names(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be told: the run is blocked (again, after a while: it still is), or moves again."""
+    """What is to be reported: the run is blocked (again, after a while: it still is), or moves again."""
 
     kind: Literal["blocked", "unblocked"]
     seconds: float
@@ -121,7 +121,7 @@ class Change:
 
 
 class Block:
-    """Whether the run moves, and when that is to be told. To be looked at once a beat."""
+    """Whether the run moves, and when that is to be reported. To be looked at once a beat."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -132,13 +132,13 @@ class Block:
         self._progress: object = None
         self._looked_at: float | None = None
         self._repeat_at: float | None = None
-        """When it is told again, on the scale of `seconds`; None while the run is not blocked."""
+        """When it is reported again, on the scale of `seconds`; None while the run is not blocked."""
 
     def look(self, reason: Reason | None, progress: object, real: float) -> Change | None:
-        """Take what the run waits for now; what is to be told, if anything is.
+        """Take what the run waits for now; what is to be reported, if anything is.
 
-        progress: anything that differs once the run has moved. real: seconds of a clock that never stands still; what
-        this process itself slept through counts as two beats.
+        progress: anything that differs once the run has moved. real: seconds of a clock that never stops; what this
+        process itself slept through counts as two beats.
         """
         passed = 0.0 if self._looked_at is None else min(real - self._looked_at, 2 * BEAT_SECONDS)
         moved, known = progress != self._progress, self._reason
@@ -155,9 +155,9 @@ class Block:
             self.text = ""  # of a blocked run: it is about to move
             return None
         self.text = reason.text
-        return self._told(reason.text)
+        return self._report(reason.text)
 
-    def _told(self, text: str) -> Change | None:
+    def _report(self, text: str) -> Change | None:
         if self._repeat_at is not None and self.seconds < self._repeat_at:
             return None
         self._repeat_at = self.seconds + min(LONGEST_REPEAT_SECONDS, max(REPEAT_SECONDS, self.seconds))

@@ -87,7 +87,7 @@ def read_model(plan: Plan, path: Path) -> tuple[list[Tensor], bytes]:
 
 def _names_in_file(plan: Plan, names: Sequence[str]) -> dict[str, str]:
     """Name in the layout -> name in the file. As little as possible is taken for a wrapper's prefix, since the model's
-    own modules may have such names: first nothing, then what stands in front of all names, then each wrapper's name.
+    own modules may have such names: first nothing, then a prefix that all names share, then each wrapper's name.
     """
     wanted = [(spec.name, *spec.tied) for spec in plan.layout.tensors]
     readings, shorter = [{name: name for name in names}], {name: name for name in names}

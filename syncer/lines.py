@@ -67,7 +67,7 @@ class Lines:
         self._ready: set[Any] = set()
 
     def call_on_malformed(self, on_malformed: Callable[[bytes, Malformed], Any]) -> None:
-        """From now on tell this one, with its topic, of each message that is not what it says."""
+        """From now on call this one, with the topic, for each message that is not what it says."""
         self._control.on_malformed = self._bulk.on_malformed = on_malformed
 
     @property

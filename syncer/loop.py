@@ -237,7 +237,7 @@ class Syncer:
         if time.monotonic() - self._echo_at > ECHO_SECONDS:
             sentence = (
                 f"nothing comes back from the broker at {self.parts.config.broker}, not even this syncer's own beats: "
-                "the way to it is cut, or it stands still; all goes on once it answers"
+                "the way to it is cut, or it hangs; the run goes on once it answers"
             )
             return Reason("broker", sentence, blocked.SURE_SECONDS)
         if run.served is None:

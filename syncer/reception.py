@@ -31,7 +31,7 @@ class Reception:
         self.asked_at = float("-inf")
         """When somebody said Hello last."""
         self._greeted: dict[str, int] = {}
-        """Name -> incarnation of the last thousand that said a valid Hello: nobody else is answered unasked."""
+        """Name -> incarnation of the last thousand that said a valid Hello: no other sender is answered unasked."""
 
     def hello(self, hello: Hello, now: float) -> None:
         run, joining, teller = self._run, self._joining, self._parts.teller
