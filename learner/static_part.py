@@ -15,7 +15,9 @@ from ..common.static_part import pack
 from .replica import Replica
 
 EXACT_BYTES = 2**20
-"""Up to so many bytes all of a tensor is summed on the host; of a larger one, sums of its rows, where it lies."""
+"""Up to so many bytes the checksum covers all of a tensor, on the host. Of a larger one it covers the sums of its rows,
+taken where it lies: a change that only swaps words of 8 bytes within a row is not seen.
+"""
 ROW_BYTES = 4096
 
 
