@@ -1,4 +1,4 @@
-"""Runs one broker until SIGTERM or SIGINT, or until it is idle where that is wished."""
+"""Runs one broker until a signal asks to stop, or until it is idle where that is wished."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..common.config import BrokerConfig
 from ..common.errors import LimitReached
 from ..common.limits import check_room, raise_file_limit
 from ..common.log import get_logger
+from ..common.signals import stop_signals
 from ..common.sockets import Waker
 from .loop import Broker
 
@@ -25,7 +26,7 @@ def main(config: BrokerConfig) -> int:
     """
     raise_file_limit()  # each client costs four
     stop = Waker()  # a signal handler may write to a socket; it must not take the lock that an Event has
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         signal.signal(number, lambda *_: stop.wake())
     broker = Broker(config, on_failure=stop.wake)
     broker.start()

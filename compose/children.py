@@ -103,7 +103,9 @@ class Child:
         return None
 
     def look(self, now: float) -> Exit | None:
-        """Has it ended? Then the Exit, and `due_at` says when it is to be started again (exit code 0: never)."""
+        """Has it ended? Then the Exit, and `due_at` says when it is to be started again (exit code 0: only
+        after `start_later`).
+        """
         code = None if self.process is None else self.process.poll()
         return None if code is None else self._ended(code, now)
 
@@ -114,9 +116,13 @@ class Child:
             self._delay = FIRST_DELAY_SECONDS
         self.false_starts = self.false_starts + 1 if self._is_false_start(code, lived) else 0
         if code != 0:
-            self.due_at = now + self._delay
-            self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
+            self.start_later(now)
         return Exit(name=self.name, code=code, lives=self.lives, lived_seconds=lived, reason=reason)
+
+    def start_later(self, now: float) -> None:
+        """Have it started again after a delay that doubles each time, until it has lived SETTLED_SECONDS."""
+        self.due_at = now + self._delay
+        self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
 
     def _is_false_start(self, code: int, lived_seconds: float) -> bool:
         by_itself = code > 0 or -code in CRASHES

@@ -15,7 +15,7 @@ from ..common.log import get_logger
 from ..common.registry import redact_url
 from ..common.tape import FOLDER
 from ..monitor.folder import RunFolder
-from .children import Exit, Family, Process, spawn
+from .children import Child, Exit, Family, Process, spawn
 from .environment import variable
 from .prepare import Prepared
 from .store import EmbeddedStore
@@ -148,8 +148,7 @@ class House:
             return self._ended_well(exit_.name)
         self._check_pointless(exit_, child.false_starts, merged)
         self._count_fault(exit_)
-        delay = max(0.0, (child.due_at or 0.0) - time.monotonic())
-        return f"{exit_.name} died ({exit_.describe()}) and starts again in {delay:.1f} s"
+        return f"{exit_.name} died ({exit_.describe()}) and {_again(child)}"
 
     def _count_fault(self, exit_: Exit) -> None:
         self.faults += 1
@@ -161,8 +160,9 @@ class House:
             return ""
         log.info("process_ended", name=name)
         if name in ("store", "broker", "syncer"):
-            self.family.children[name].due_at = time.monotonic()
-            return f"{name} was stopped and starts again"
+            child = self.family.children[name]
+            child.start_later(time.monotonic())
+            return f"{name} was stopped and {_again(child)}"
         return ""
 
     def _check_pointless(self, exit_: Exit, false_starts: int, merged: bool) -> None:
@@ -246,6 +246,10 @@ class House:
     def _leave_the_dead(self) -> None:
         for child in self.family.children.values():
             child.due_at = None
+
+
+def _again(child: Child) -> str:
+    return f"starts again in {max(0.0, (child.due_at or 0.0) - time.monotonic()):.1f} s"
 
 
 def size_of(path: Path) -> int:

@@ -10,14 +10,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from ..common.signals import stop_signals
+
 AT_ONCE = 130
 """Exit code after the second wish, as shells have it for Ctrl-C."""
-
-
-def is_ignored(number: int) -> bool:
-    """A closed terminal is no wish of a program that was started by nohup."""
-    return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class Wish:
@@ -35,8 +31,7 @@ class Wish:
         return self.count > 0
 
     def __enter__(self) -> Self:
-        heard = [number for number in NUMBERS if not is_ignored(number)]
-        self._before = {number: signal.signal(number, self._heard) for number in heard}
+        self._before = {number: signal.signal(number, self._heard) for number in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -44,7 +39,9 @@ class Wish:
             signal.signal(number, handler)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
+        if self.stop and number == signal.SIGHUP:  # a terminal that closes may send it twice; it is no second wish
+            return
         self.count += 1
         if self.count > 1:
             self.at_once()

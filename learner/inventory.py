@@ -21,6 +21,8 @@ from ..common.fragments import DTYPES, TRAINABLE_DTYPES, Kind, Layout, MergeKind
 from .overlap import first_overlap, overlaps_itself
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+WHOLE_SECONDS = 1.0
+"""Checks look at a whole model, or at all groups of its optimizers, no more often than this."""
 DTYPE_OF = {name: getattr(torch, name) for name in DTYPES}
 WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),

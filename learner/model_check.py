@@ -13,10 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..common.errors import SettingError
-from .inventory import Entry, named_tensors
+from .inventory import WHOLE_SECONDS, Entry, named_tensors
 
-WHOLE_SECONDS = 1.0
-"""The whole model is looked at no more often than this."""
 IN_TURN = 4
 """Parameters that each step looks at, one after the other."""
 _requires_grad = attrgetter("requires_grad")

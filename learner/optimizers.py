@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .inventory import Optimizers, Owned, as_list
-
-WHOLE_SECONDS = 1.0
-"""Every tensor of every group is looked at no more often than this."""
+from .inventory import WHOLE_SECONDS, Optimizers, Owned, as_list
 
 
 class OptimizerWatch:

@@ -10,25 +10,26 @@ import torch
 
 from ..common.config import TaskSettings
 from ..common.errors import SettingError
+from ..common.signals import stop_signals
 from ..common.wire import Beat
 
 
 class Leave:
-    """The wish to stop, as SIGTERM and SIGINT bring it.
+    """The wish to stop, as SIGTERM, SIGINT and SIGHUP bring it.
 
     While `at_once` is true a signal raises KeyboardInterrupt in the main thread; otherwise it only sets `wished`, for
-    a loop to see. A second signal ends the process.
+    a loop to see. A second signal ends the process, but for SIGHUP, which a terminal that closes may send twice.
     """
 
     def __init__(self) -> None:
         self.wished = threading.Event()
         self.at_once = True
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self)
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         self.wished.set()
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         if self.at_once:
             raise KeyboardInterrupt
 

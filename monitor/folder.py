@@ -16,11 +16,11 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from ..common.checkpoints import CHECKPOINT, saved_at
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
 from ..common.printable import printable
@@ -140,7 +140,7 @@ class RunFolder:
 
     def saved_step(self) -> int | None:
         """The global step of the newest checkpoint, for runs that left no summary; None if there is none."""
-        for path in sorted((self.path / "global").glob("checkpoint-*/state.json"), reverse=True):
+        for path in sorted((self.path / "global").glob(f"{CHECKPOINT}*/state.json"), reverse=True):
             try:
                 return int(json.loads(path.read_text("utf-8"))["bookkeeping"]["rounds"]["t"])
             except (OSError, ValueError, KeyError, TypeError):
@@ -149,11 +149,7 @@ class RunFolder:
 
     def saved_at(self) -> float | None:
         """When the newest checkpoint was written, in unix seconds; None if there is none."""
-        times = []
-        for path in (self.path / "global").glob("checkpoint-*/state.json"):
-            with suppress(OSError):  # it is the oldest, and goes just now
-                times.append(path.stat().st_mtime)
-        return max(times, default=None)
+        return saved_at(self.path / "global")
 
     def evaluations(self) -> list[dict[str, Any]]:
         """All evaluations so far, oldest first; a line that is being written just now is left out."""

@@ -13,6 +13,7 @@ from ..common.errors import DilocoError, Malformed
 from ..common.log import get_logger
 from ..common.redis_client import redact_url, save_and_end
 from ..common.registry import Registry
+from ..common.signals import stop_signals
 from .lines import Lines
 from .rejections import sender_of
 from .survey import Listening
@@ -20,7 +21,7 @@ from .telling import Teller
 
 
 def main(config: SyncerConfig) -> None:
-    """Serve the run until it is over or SIGTERM/SIGINT asks for a stop. DilocoError says what went wrong."""
+    """Serve the run until it is over or a signal asks for a stop. DilocoError says what went wrong."""
     log = get_logger("syncer")
     run = config.settings.run
     teller = Teller(Registry(config.redis, run, log), log, run)
@@ -50,8 +51,8 @@ def main(config: SyncerConfig) -> None:
         def ask_to_stop(_signal: int, _frame: FrameType | None) -> None:
             syncer.stop()
 
-        signal.signal(signal.SIGTERM, ask_to_stop)
-        signal.signal(signal.SIGINT, ask_to_stop)
+        for number in stop_signals():
+            signal.signal(number, ask_to_stop)
         syncer.run()
     finally:
         listening.close()

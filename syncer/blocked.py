@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..common.config import BEAT_SECONDS
+from ..common.silence import Repeats
 from .members import Member
 from .rejections import Rejections
 from .rounds import OpenCall, Rounds, about_to_begin
@@ -131,8 +132,8 @@ class Block:
         self._reason: Reason | None = None
         self._progress: object = None
         self._looked_at: float | None = None
-        self._repeat_at: float | None = None
-        """When it is reported again, on the scale of `seconds`; None while the run is not blocked."""
+        self._reports: Repeats | None = None
+        """On the scale of `seconds`; None while the run is not blocked."""
 
     def look(self, reason: Reason | None, progress: object, real: float) -> Change | None:
         """Take what the run waits for now; what is to be reported, if anything is.
@@ -143,9 +144,9 @@ class Block:
         passed = 0.0 if self._looked_at is None else min(real - self._looked_at, 2 * BEAT_SECONDS)
         moved, known = progress != self._progress, self._reason
         self._looked_at, self._progress, self._reason = real, progress, reason
-        blocked, seconds = self._repeat_at is not None, self.seconds + passed
+        blocked, seconds = self._reports is not None, self.seconds + passed
         if moved:
-            self.text, self.seconds, self._repeat_at = "", 0.0, None
+            self.text, self.seconds, self._reports = "", 0.0, None
             return Change("unblocked", seconds) if blocked else None
         if not blocked and (reason is None or known is None or reason.kind != known.kind):
             self.seconds = 0.0
@@ -155,10 +156,5 @@ class Block:
             self.text = ""  # of a blocked run: it is about to move
             return None
         self.text = reason.text
-        return self._report(reason.text)
-
-    def _report(self, text: str) -> Change | None:
-        if self._repeat_at is not None and self.seconds < self._repeat_at:
-            return None
-        self._repeat_at = self.seconds + min(LONGEST_REPEAT_SECONDS, max(REPEAT_SECONDS, self.seconds))
-        return Change("blocked", self.seconds, text)
+        self._reports = self._reports or Repeats(REPEAT_SECONDS, LONGEST_REPEAT_SECONDS)
+        return Change("blocked", seconds, reason.text) if self._reports.due(seconds) else None

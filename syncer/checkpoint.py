@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.checkpoints import CHECKPOINT
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan
@@ -31,7 +32,7 @@ from .state import GlobalState, Snapshot, check_model, readable
 KEPT = 2
 """Checkpoints that stay: the newest, and the one before in case the newest is found damaged."""
 VERSION_ZERO = "version-0"
-CHECKPOINT, DAMAGED, BUFFERS = "checkpoint-", "damaged-", "buffers-"
+DAMAGED, BUFFERS = "damaged-", "buffers-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,14 +251,6 @@ class Checkpoints(OwnedDirectory):
         except (Malformed, KeyError) as wrong:
             return (f"the final buffers cannot be used ({wrong}), version 0's are taken instead",)
         return ()
-
-    def saved_at(self) -> float | None:
-        """When the newest checkpoint was written, in unix seconds; None if there is none, or it cannot be seen."""
-        try:
-            numbers = self._numbers(CHECKPOINT)
-            return self._place(CHECKPOINT, numbers[-1]).stat().st_mtime if numbers else None
-        except OSError:
-            return None
 
     # --- small things ------------------------------------------------------------------------------------------------
     def _place(self, kind: str, number: int) -> Path:

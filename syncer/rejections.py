@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..common.silence import Repeats
 from ..common.wire import MESSAGES
 from .ledger import Who
 
@@ -57,9 +58,7 @@ class Streak:
 class _Sender:
     streaks: dict[str, Streak] = field(default_factory=dict)
     """By kind of message."""
-    notice_at: float = float("-inf")
-    """When the next notice may go out."""
-    wait_seconds: float = NOTICE_SECONDS
+    notices: Repeats = field(default_factory=lambda: Repeats(NOTICE_SECONDS, LONGEST_NOTICE_SECONDS))
 
 
 class Rejections:
@@ -75,13 +74,7 @@ class Rejections:
         streak.take(sentence, now)
         while len(self._senders) > SENDERS:
             del self._senders[next(iter(self._senders))]
-        if not streak.again or now < sender.notice_at:
-            return ""
-        sender.notice_at, sender.wait_seconds = (
-            now + sender.wait_seconds,
-            min(LONGEST_NOTICE_SECONDS, 2 * sender.wait_seconds),
-        )
-        return str(streak)
+        return str(streak) if streak.again and sender.notices.due(now) else ""
 
     def taken(self, who: Who, kind: str) -> None:
         """A message of this kind was as it should be."""

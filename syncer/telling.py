@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.config import RunSettings
 from ..common.registry import Registry
+from ..common.silence import Repeats
 
 if TYPE_CHECKING:  # a syncer tells of what it hears before it has loaded torch
     from .figures import Figures
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # a syncer tells of what it hears before it has loaded torch
     from .state import GlobalState, Merged
 
 REJECT_LOG_SECONDS = 1.0
-"""The same complaint about the same learner is logged at most this often; all are counted."""
+"""The same complaint about the same learner is logged again after so long, then ever more seldom; all are counted."""
 
 
 class Teller:
@@ -28,7 +29,7 @@ class Teller:
     def __init__(self, registry: Registry, log: Any, run: str) -> None:
         self.registry, self.log, self._run = registry, log, run
         self.rejected: Counter[tuple[str, str]] = Counter()
-        self._told: dict[tuple[str, str], float] = {}
+        self._reports: defaultdict[tuple[str, str], Repeats] = defaultdict(lambda: Repeats(REJECT_LOG_SECONDS))
         self._began_at = time.time()
 
     def event(self, kind: str, /, **fields: Any) -> None:
@@ -41,14 +42,13 @@ class Teller:
         self.registry.event(kind, **fields)
 
     def reject(self, learner: str, reason: str, **fields: Any) -> None:
-        """Count a message that was not taken, and say so, but not more than once a second for the same complaint."""
+        """Count a message that was not taken, and say so, ever more seldom for the same complaint."""
         key, now = (learner, reason), time.monotonic()
         if len(self.rejected) > 10_000:  # invented names must not fill the memory
             self.rejected.clear()
-            self._told.clear()
+            self._reports.clear()
         self.rejected[key] += 1
-        if now - self._told.get(key, 0.0) >= REJECT_LOG_SECONDS:
-            self._told[key] = now
+        if self._reports[key].due(now):
             self.warn("rejected", learner=learner, reason=reason, times=self.rejected[key], **fields)
 
     def merged(self, state: GlobalState, merge: Merge, merged: Merged, t: int, seconds: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.checkpoints import saved_at
 from .checkpoint import Checkpoints
 from .state import Snapshot
 
@@ -55,7 +56,7 @@ class CheckpointWriter:
         self.failures = 0
         self.last_error = ""
         """Of the latest write; '' if that one is durable."""
-        self.saved_at = checkpoints.saved_at()
+        self.saved_at = saved_at(checkpoints.directory)
         """When the newest checkpoint was written, in unix seconds; None if there is none yet."""
         self._checkpoints = checkpoints
         self._retry_seconds = retry_seconds

@@ -207,7 +207,7 @@ def looks(block: Block, reason: Reason | None, seconds: range, progress: object 
 def test_it_is_told_when_the_patience_is_over_then_seldom_and_again_when_it_moves() -> None:
     block = Block()
     told = looks(block, QUORUM, range(2000))
-    assert [t for t, _ in told[:4]] == [5, 35, 70, 140]
+    assert [t for t, _ in told[:4]] == [5, 35, 95, 215]
     assert {change.kind for _, change in told} == {"blocked"}
     assert max(later[0] - sooner[0] for sooner, later in pairwise(told)) == LONGEST_REPEAT_SECONDS
     assert (block.text, block.seconds) == ("1 of 2", 1999.0)

@@ -120,6 +120,18 @@ def test_a_child_that_ends_well_is_left_alone(family: Family, output: Path) -> N
     assert family.pids() == {}
 
 
+def test_one_that_ends_well_again_and_again_starts_after_the_same_delays_as_one_that_fails(output: Path) -> None:
+    child, now, delays = Child("a", lambda: python("pass", output)), 0.0, []
+    for _ in range(3):
+        child.start(now)
+        wait_for(lambda: child.process is None or child.process.poll() is not None, "it ended")
+        child.look(now)
+        child.start_later(now)
+        delays.append((child.due_at or 0) - now)
+    assert delays == [FIRST_DELAY_SECONDS * 2**n for n in range(3)]
+    assert child.false_starts == 0
+
+
 def test_a_start_that_fails_is_tried_again(output: Path) -> None:
     starts: list[OSError | subprocess.Popen[bytes]] = [OSError("no such file"), python("pass", output)]
 

@@ -89,6 +89,22 @@ def test_what_needs_no_torch_does_not_load_it(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_only_commands_handle_signals_and_what_a_program_of_the_user_s_imports_does_not() -> None:
+    found = {ids(path) for path in sources() if "signal.signal(" in path.read_text()}
+    commands = {"broker/__main__.py", "syncer/__main__.py", "learner/process.py", "compose/wish.py"}
+    assert found == commands | {"simulator/comparing.py"}, "its workers leave Ctrl-C to their parent"
+    for place in commands:
+        assert "stop_signals()" in (ROOT / place).read_text()
+    program = (
+        "import signal, sys; before = [signal.getsignal(n) for n in signal.valid_signals()]; hooks = sys.excepthook\n"
+        f"import {NAME}; from {NAME} import join\n"
+        "print(before == [signal.getsignal(n) for n in signal.valid_signals()] and sys.excepthook is hooks)\n"
+        f"print('{NAME}.learner.process' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 def is_sleep(node: ast.AST) -> bool:
     if isinstance(node, ast.ImportFrom):
         return node.module == "time" and any(alias.name == "sleep" for alias in node.names)

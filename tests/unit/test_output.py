@@ -193,6 +193,24 @@ def test_a_program_started_by_nohup_takes_no_closed_terminal_for_a_wish_to_stop(
         assert run(tmp_path, ["-c", code.replace("{before}", before.name)]).stdout == wished
 
 
+def test_a_terminal_that_closes_is_one_wish_to_stop_however_often_it_signals(tmp_path: Path) -> None:
+    up = (
+        "import os, signal; from decoupled_diloco.compose.wish import Wish\n"
+        "with Wish() as wish:\n"
+        "    for number in ({first}, signal.SIGHUP, signal.SIGHUP): os.kill(os.getpid(), number)\n"
+        "    print(wish.stop, wish.count)\n"
+    )
+    for first in ("signal.SIGHUP", "signal.SIGINT"):
+        assert run(tmp_path, ["-c", up.replace("{first}", first)]).stdout == b"True 1\n"
+    learner = (
+        "import os, signal; from decoupled_diloco.learner.process import Leave\n"
+        "leave = Leave(); leave.at_once = False\n"
+        "for _ in range(2): os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(leave.wished.is_set())\n"
+    )
+    assert run(tmp_path, ["-c", learner]).stdout == b"True\n"
+
+
 INTERRUPTED = """
 import signal, sys
 from decoupled_diloco.common.output import protect

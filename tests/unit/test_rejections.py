@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from decoupled_diloco.common.log import get_logger
+from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.syncer.rejections import (
     AGAIN,
     LONGEST_NOTICE_SECONDS,
@@ -14,6 +17,8 @@ from decoupled_diloco.syncer.rejections import (
     sender_of,
     sentence_of,
 )
+from decoupled_diloco.syncer.telling import Teller
+from logged import logged
 
 WHO = ("a", 1)
 
@@ -31,6 +36,21 @@ def test_a_flood_is_told_as_seldom_as_single_ones() -> None:
     rejections = Rejections()
     told = [t / 1000 for t in range(60_000) if rejections.rejected(WHO, "delta", "size", t / 1000)]
     assert told == [2.0, 12.0, 32.0]
+
+
+def test_a_complaint_that_comes_all_the_time_is_logged_ever_more_seldom_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with logged(tmp_path) as events:
+        log = get_logger("syncer")
+        teller, now = Teller(Registry(None, "it", log), log, "it"), 1000.0
+        monkeypatch.setattr("time.monotonic", lambda: now)
+        for _ in range(10 * 60):  # answers of steps that take milliseconds
+            teller.reject("a", "late", message="delta")
+            now += 0.125
+        times = [row["times"] for row in events("rejected")]
+    assert times == [1, 9, 25, 57, 121, 249, 505]
+    assert teller.rejections() == {"a:late": 600}
 
 
 def test_one_that_is_taken_ends_the_row_of_its_kind_and_of_no_other() -> None:

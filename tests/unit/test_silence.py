@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from decoupled_diloco.common.silence import FIRST_SECONDS, LONGEST_SECONDS, Silence
+from decoupled_diloco.common.silence import FIRST_SECONDS, LONGEST_SECONDS, Repeats, Silence
 
 
 def said(silence: Silence, until: int) -> list[int]:
@@ -31,3 +31,16 @@ def test_a_very_long_silence_is_still_said_from_time_to_time() -> None:
     times = said(Silence(), 20_000)
     assert all(later - sooner <= LONGEST_SECONDS for sooner, later in itertools.pairwise(times))
     assert len(times) < 45
+
+
+def test_what_goes_on_is_reported_at_once_then_after_pauses_that_double_up_to_the_longest() -> None:
+    repeats = Repeats(1.0, 16.0)
+    told = [t / 4 for t in range(4 * 100) if repeats.due(t / 4)]
+    assert told == [0, 1, 3, 7, 15, 31, 47, 63, 79, 95]
+
+
+def test_what_was_absent_for_a_whole_pause_is_reported_as_new() -> None:
+    repeats = Repeats(1.0)
+    assert [t for t in range(100) if repeats.due(float(t))] == [0, 1, 3, 7, 15, 31, 63]
+    assert [t for t in range(150, 300) if repeats.due(float(t))] == [150, 278], "the pause goes on"
+    assert [t for t in range(2000, 2010) if repeats.due(float(t))] == [2000, 2001, 2003, 2007]

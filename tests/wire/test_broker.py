@@ -384,7 +384,7 @@ def test_listening_beyond_loopback_is_refused_unless_it_is_said_to_be_meant() ->
     broker.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_broker_with_code_0_and_its_totals_even_with_receivers_that_do_not_read(
     number: signal.Signals,
 ) -> None:

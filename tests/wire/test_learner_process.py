@@ -53,7 +53,7 @@ def run() -> Iterator[TextRun]:
 
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -136,10 +136,11 @@ def test_a_learner_with_a_text_of_its_own_warns_and_trains(run: TextRun, book: P
     run.data_hash = "ab" * 32
     process = started("learner", run.address, "--name", "a", "--data", str(book), "--threads", "1")
     wait_for(lambda: any(alive.local_steps > 0 for alive in run.all_of(Alive, name="a")), "inner steps", 60)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 0, told
     assert "WARNING text_differs" in told
+    assert [goodbye.reason for goodbye in run.all_of(Goodbye)][-1] == "left", "its terminal was closed"
 
 
 def test_a_learner_that_still_waits_for_a_run_stops_at_once() -> None:
