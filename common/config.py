@@ -292,6 +292,8 @@ class SyncerConfig:
     drain_seconds: float = 30.0
     """How long a finished run waits for the learners that were there at its end, counted from the end or from their
     last Hello or Fetch. Those that never confirm the final model are named, and the syncer ends well."""
+    drain_most_seconds: float = 600.0
+    """How long that wait may last in all, however often they ask; learners give up after as long without a beat."""
     key: Path | None = None
     """The key file, of role syncer, that a broker with keys asks for."""
     tape: Path | None = None

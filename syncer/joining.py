@@ -110,7 +110,7 @@ class Joining:
             difference = self.plan.layout.difference(layout_of(hello))
             return Reply("refused", f"your model is not the run's: {difference}; build the same model")
         if self.finished:
-            return Reply("finished")
+            return Reply("finished") if hello.role == "observer" else self._admit(hello, members, now, "finished")
         if not hello.bulk_proven:
             return Reply("wait", "your bulk uplink is not proven yet")
         if hello.role == "observer":
@@ -118,10 +118,14 @@ class Joining:
         most = most_members(self.plan.P, self.settings.resolved_overlap(self.plan.P))
         if members.get((hello.name, hello.incarnation)) is None and len(members.live()) >= most:
             return Reply("refused", f"the run has {most} learners, as many as its messages can name; begin another run")
+        return self._admit(hello, members, now, "welcome")
+
+    def _admit(self, hello: Hello, members: Members, now: float, welcome: Verdict) -> Reply:
+        """The answer `welcome`, unless another learner holds the name."""
         verdict = members.admit(hello.name, hello.incarnation, now)
         if verdict == "refused":
             return Reply("refused", f"the name {hello.name} is in use by a learner that is alive; take another --name")
-        return Reply(verdict, "the name's former holder is not silent yet" if verdict == "wait" else "")
+        return Reply("wait", "the name's former holder is not silent yet") if verdict == "wait" else Reply(welcome)
 
     def _before_seed(self, hello: Hello, now: float) -> Reply:
         if hello.role == "observer" or not hello.bulk_proven:

@@ -19,6 +19,7 @@ from ..common.fragments import TRAINABLE_DTYPES
 from ..common.wire import Alive, Beat, Buffers, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
 from . import blocked
 from .blocked import Block, Reason, reason_of
+from .confirmations import named
 from .export import save_model
 from .ledger import Who
 from .merging import Merging
@@ -194,7 +195,7 @@ class Syncer:
             self._told_buffers, self._beat_at = (buffers.source, buffers.held), 0.0
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
-        self.current.confirmations.asked(fetch.name, time.monotonic())
+        self.current.confirmations.asked((fetch.name, fetch.incarnation), time.monotonic())
         self.merging.fetch(fetch, now)
 
     def _rival(self, beat: Beat, _now: float) -> None:
@@ -365,7 +366,7 @@ class Syncer:
         return served.rounds.hopeless() or real - self._stop_at >= self.parts.config.stop_seconds
 
     def _await_the_live(self, served: Served) -> None:
-        self.current.confirmations.await_from(member.name for member in served.rounds.members.live())
+        self.current.confirmations.await_from(member.who for member in served.rounds.members.live())
 
     def _known_to_all(self, served: Served, finished_at: float, real: float) -> bool:
         """Each learner that was here at the end has the final model, or has been awaited for as long as is allowed."""
@@ -378,9 +379,9 @@ class Syncer:
             linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
         quiet = real - finished_at >= linger and now - asked_at >= linger
         self._ask_for_buffers(now)
-        since = max(finished_at, confirmations.asked_at)
-        settled = not confirmations.missing and self.current.buffers.settled
-        return (quiet and settled) or real - since >= self.parts.config.drain_seconds
+        settled = not confirmations.pending and self.current.buffers.settled
+        wait, most = self.parts.config.drain_seconds, self.parts.config.drain_most_seconds
+        return (quiet and settled) or confirmations.given_up(finished_at, real, wait_seconds=wait, most_seconds=most)
 
     def _end(self) -> None:
         served, parts, saved = self.current.served, self.parts, True
@@ -410,18 +411,20 @@ class Syncer:
             raise SaveFailed(f"the end of the run could not be saved into {where}: {error}")
 
     @property
-    def _unconfirmed(self) -> tuple[str, ...]:
-        return self.current.confirmations.missing if self.finished else ()
+    def _unconfirmed(self) -> dict[str, str]:
+        return self.current.confirmations.missing if self.finished else {}
 
     def _say_unconfirmed(self) -> None:
         if self._unconfirmed:
-            names, config = ", ".join(self._unconfirmed), self.parts.config
+            names, config = named(self._unconfirmed), self.parts.config
             folder = shlex.quote(str(config.directory.parent))
             sentence = (
-                f"{names} had not confirmed the final model when the syncer ended; the model is saved, and "
-                f"`diloco syncer --broker {config.broker} --dir {folder}` gives it to learners that still train"
+                f"{names} had not confirmed the final model when the syncer ended, which waits {config.drain_seconds:g} s "
+                f"after the end or a learner's last Hello or Fetch, and {config.drain_most_seconds:g} s at most; the "
+                f"model is saved, and `diloco syncer --broker {config.broker} --dir {folder}` gives it to learners "
+                "that still train"
             )
-            self.parts.teller.warn("unconfirmed", learners=names, sentence=sentence)
+            self.parts.teller.warn("unconfirmed", learners=names, count=len(self._unconfirmed), sentence=sentence)
 
     def _say_buffers(self, served: Served | None) -> None:
         """Whose buffers the exported model has, where they may not be what the learners trained with."""
@@ -459,7 +462,7 @@ class Syncer:
                 "learners": learner_rows(served.rounds),
                 "rejected": self.parts.teller.rejections(),
                 "messages_dropped": self.parts.lines.dropped,
-                "unconfirmed": list(self._unconfirmed),
+                "unconfirmed": self._unconfirmed,
                 **_buffers_summary(served),
                 "messages_missed": self.parts.lines.gaps,
                 "syncer_bytes_up": self.parts.lines.bytes_up,

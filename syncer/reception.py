@@ -50,11 +50,11 @@ class Reception:
             teller.event("seeding", learner=hello.name)
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
+        if reply.verdict == "finished" and hello.role == "learner":
+            run.confirmations.await_from([(hello.name, hello.incarnation)])
+            run.confirmations.asked((hello.name, hello.incarnation), time.monotonic())
         if reply.verdict == "finished" and not run.buffers.settled:
             reply = Reply("wait", "the final buffers are on their way")
-        if run.phase == "finished" and reply.verdict != "refused" and hello.role == "learner":
-            run.confirmations.await_from([hello.name])
-            run.confirmations.asked(hello.name, time.monotonic())
         self._answer(hello.name, hello.incarnation, reply)
 
     def seed(self, message: Seed, now: float) -> None:
@@ -97,7 +97,7 @@ class Reception:
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
         served, who = self._run.served, (goodbye.name, goodbye.incarnation)
-        self._run.confirmations.left(goodbye.name)
+        self._run.confirmations.left(who, goodbye.reason, goodbye.model_hash, self._run.model_hash)
         member = served.rounds.members.get(who) if served else None
         if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
             self._offer(goodbye, now)

@@ -224,19 +224,21 @@ class ScriptedLearner:
         assert message is not None
         return message
 
-    def hello(self, layout: Layout = LAYOUT, **more: Any) -> Welcome:
-        """Say Hello until there is an answer to this very one."""
-        self.heard = [m for m in self.heard if not isinstance(m, Welcome)]
+    def hello_once(self, layout: Layout = LAYOUT, **more: Any) -> None:
         fields: dict[str, Any] = {
             "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "role": "learner",
             "fingerprint": layout.fingerprint, "bulk_proven": True, "payload": pack_layout(layout),
         }  # fmt: skip
+        self.control.send(Hello(**(fields | more)))
 
+    def hello(self, layout: Layout = LAYOUT, **more: Any) -> Welcome:
+        """Say Hello until there is an answer to this very one."""
+        self.heard = [m for m in self.heard if not isinstance(m, Welcome)]
         polls = count()
 
         def answered() -> Welcome | None:
             if next(polls) % 50 == 0:
-                self.control.send(Hello(**(fields | more)))
+                self.hello_once(layout, **more)
             self.listen()
             return next((m for m in self.heard if isinstance(m, Welcome) and m.incarnation == self.incarnation), None)
 

@@ -27,7 +27,7 @@ def layout(*shape: int) -> Layout:
 
 def hello(name: str, model: Layout, **more: Any) -> Hello:
     fields: dict[str, Any] = {"role": "learner", "bulk_proven": True, "payload": pack_layout(model)}
-    return Hello(run="run", name=name, incarnation=1, fingerprint=model.fingerprint, **(fields | more))
+    return Hello(run="run", name=name, fingerprint=model.fingerprint, **(fields | {"incarnation": 1} | more))
 
 
 def seed(name: str, payload: bytes, fragment: int = 0) -> Seed:
@@ -56,6 +56,17 @@ def test_no_more_learners_are_let_in_than_messages_can_name_and_those_who_are_in
     assert joining.reply(hello("n0", model), members, 0.0).verdict == "welcome"
     members.leave(("n1", 1))
     assert joining.reply(hello("late", model), members, 0.0).verdict == "welcome"
+
+
+def test_after_the_end_a_name_is_held_as_long_as_its_learner_is_heard() -> None:
+    model = layout(100)
+    joining, members = Joining(SETTINGS, plan_for(model, SETTINGS)), Members()
+    joining.finished = True
+    members.join("a", 1, 0.0)
+    assert joining.reply(hello("a", model), members, 1.0).verdict == "finished"
+    assert joining.reply(hello("a", model, role="observer", incarnation=2), members, 1.0).verdict == "finished"
+    assert joining.reply(hello("a", model, incarnation=2), members, 1.0).verdict == "wait"
+    assert joining.reply(hello("a", model, incarnation=2), members, SILENCE_SECONDS).verdict == "finished"
 
 
 def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:

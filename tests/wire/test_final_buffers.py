@@ -80,7 +80,7 @@ def test_the_file_has_the_statistics_and_the_teacher_of_the_learner_that_the_sum
         summary = json.loads((tmp_path / "summary.json").read_text())
         source = models[summary["buffers_from"]]
         assert summary["buffers"] == 5, "three of the batch norm, two of the teacher, none of the backbone"
-        assert summary["unconfirmed"] == []
+        assert summary["unconfirmed"] == {}
         stored = load_file(tmp_path / "model.safetensors")
         for name, tensor in source.state_dict().items():
             assert torch.equal(stored[name], tensor), name

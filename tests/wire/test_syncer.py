@@ -661,7 +661,7 @@ def test_a_learner_that_falls_silent_at_the_end_is_awaited_until_its_goodbye(
         wait_for(lambda: len(beats(a)) > before + 2, "the syncer still beats")
         b.goodbye("finished", beat.model_hash)
         wait_for(lambda: not house._thread.is_alive(), "the syncer goes once both have confirmed")
-        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == []
+        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == {}
 
 
 def test_a_learner_that_never_confirms_the_final_model_is_named_and_the_syncer_ends_well(
@@ -674,5 +674,47 @@ def test_a_learner_that_never_confirms_the_final_model_is_named_and_the_syncer_e
         a, _, beat = two_at_the_end(house)
         a.goodbye("finished", beat.model_hash)
         wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
-        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == ["b"]
+        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == {"b": "no goodbye"}
         assert (tmp_path / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("reason", ["failed", "other final model", "other process"])
+def test_only_a_member_that_has_finished_with_the_final_model_confirms_it_by_its_goodbye(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.0)
+    with logged(tmp_path) as events, syncer_house(tmp_path / "run", steps=1) as house:
+        house.stop()
+        house.start(drain_seconds=0.5 if reason == "other process" else 1000.0)
+        a, b, beat = two_at_the_end(house)
+        if reason == "failed":
+            b.goodbye("failed")
+        elif reason == "other final model":
+            b.goodbye("finished", "ab" * 32)
+        else:
+            house.learner("b", incarnation=2).goodbye("finished", beat.model_hash)
+        a.goodbye("finished", beat.model_hash)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+        why = {"failed": "failed", "other final model": "another final model", "other process": "no goodbye"}[reason]
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["unconfirmed"] == {"b": why}
+        (said,) = events("unconfirmed")
+        assert said["learners"] == f"b ({why})"
+
+
+def test_a_learner_that_asks_for_ever_keeps_a_finished_run_for_a_stated_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.0)
+    with logged(tmp_path) as events, syncer_house(tmp_path / "run", steps=1) as house:
+        house.stop()
+        house.start(drain_seconds=1000.0, drain_most_seconds=0.5)
+        a, b, beat = two_at_the_end(house)
+        a.goodbye("finished", beat.model_hash)
+
+        def gone() -> bool:
+            b.hello_once()
+            return not house._thread.is_alive()
+
+        wait_for(gone, "the syncer goes although it is asked again and again")
+        (said,) = events("unconfirmed")
+        assert "and 0.5 s at most" in said["sentence"]
