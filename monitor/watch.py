@@ -114,7 +114,7 @@ def line(now: Now) -> str:
         f"{_number(now.tokens_per_second, ',.0f')} tokens/s",
         f"{len(now.live)} live",
         f"up {size(figures.get('bytes_up'))} down {size(figures.get('bytes_down'))}",
-        f"{duration(now.seconds_left)} left",
+        *([] if now.state in OVER else [f"{duration(now.seconds_left)} left"]),
     ]
     return ", ".join(parts) + "".join(f" ({trouble})" for trouble in now.troubles)
 

@@ -275,15 +275,16 @@ class Syncer:
             syncer=run.number,
         )
 
-    def _tell(self, now: float) -> None:
-        """Redis as a person reads it: the run and everybody in it."""
+    def _tell(self, now: float, state: str | None = None) -> None:
+        """Redis as a person reads it: the run, in `state` or its own phase, and everybody in it."""
         run, teller = self.current, self.parts.teller
+        state = state or run.phase
         block = {"blocked": run.block.text, "blocked_seconds": round(run.block.seconds) if run.block.text else ""}
         if run.served is None:
-            teller.waiting(run.settings, run.phase, run.epoch, block)
+            teller.waiting(run.settings, state, run.epoch, block)
             return
         rounds = run.served.rounds
-        figures = run_figures(rounds, run.served.figures, run.phase, now)
+        figures = run_figures(rounds, run.served.figures, state, now)
         writer = self.parts.writer
         saving = {"saved_at": writer.saved_at and round(writer.saved_at, 3), "save_error": writer.last_error}
         teller.run(figures | block | {"model_hash": run.model_hash} | saving)
@@ -404,7 +405,7 @@ class Syncer:
         self._say_unconfirmed()
         self._say_buffers(served)
         parts.teller.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
-        self._tell(parts.clock.now())
+        self._tell(parts.clock.now(), state=None if self.finished else "stopped")
         if not saved:
             error = parts.writer.last_error or "see the log"
             where = parts.config.directory

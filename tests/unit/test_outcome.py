@@ -82,6 +82,11 @@ def test_a_run_that_starts_and_one_that_trains_fit_on_a_line() -> None:
     )
 
 
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+def test_a_run_that_is_over_has_no_time_left(state: str) -> None:
+    assert "left" not in line(Now(run="it", state=state, t=5, steps=10, seconds_left=75))
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_display_shows_the_run_and_what_happens_to_it(*, terminal: bool) -> None:
     console = PlainConsole(file=io.StringIO(), force_terminal=terminal, width=120, color_system=None)

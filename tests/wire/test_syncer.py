@@ -14,7 +14,9 @@ import pytest
 import torch
 from decoupled_diloco.common.errors import Diverged, SaveFailed, SettingError, Superseded
 from decoupled_diloco.common.fragments import Layout, TensorSpec
+from decoupled_diloco.common.registry import list_runs, read_status
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
+from decoupled_diloco.compose.store import EmbeddedStore
 from decoupled_diloco.syncer import loop, members
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.rounds import FAILED_MERGES
@@ -610,6 +612,24 @@ def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_wa
     house.stop()
     last = a.wait(Beat, lambda beat: beat.state == "stopping" and not beat.calls)
     assert last.versions == tuple(versions(house))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_store_says_of_a_syncer_that_was_stopped_and_has_ended_that_it_is_stopped(
+    tmp_path: Path, *, begun: bool
+) -> None:
+    (tmp_path / "store").mkdir()
+    store = EmbeddedStore(tmp_path / "store")
+    store.start()
+    try:
+        with syncer_house(tmp_path / "run", redis=store.url) as house:
+            if begun:
+                house.learner("a").join()
+            wait_for(lambda: "run" in list_runs(store.url), "the store knows the run")
+            house.stop()
+        assert read_status(store.url, "run")["run"]["state"] == "stopped"
+    finally:
+        store.stop()
 
 
 def test_a_syncer_that_is_stopped_waits_for_no_answer_when_everybody_has_left(tmp_path: Path) -> None:
