@@ -65,10 +65,20 @@ def show_summary(told: Mapping[str, Any], console: PlainConsole) -> None:
     console.print(rows)
 
 
+def show_unconfirmed(folder: RunFolder, console: PlainConsole) -> None:
+    """Which learners did not say that they hold the final model, if any, and why."""
+    from ..syncer.confirmations import named
+
+    missing = folder.summary().get("unconfirmed")
+    if isinstance(missing, dict) and missing:
+        console.print(f"not confirmed that they hold the final model: {named(missing)}", soft_wrap=True)
+
+
 def show_results(folder: RunFolder, console: PlainConsole) -> None:
     """The end of a finished run: pictures, table, figures, and the model's own words."""
     write_pictures(folder)
     show_summary(figures(folder), console)
+    show_unconfirmed(folder, console)
     console.rule(f"{SAMPLE_BYTES} bytes written by the model", align="left", style="dim")
     for line in sample_text(folder, SAMPLE_PROMPT, SAMPLE_BYTES).split("\n"):
         console.print(line)
@@ -163,4 +173,5 @@ def show_report(folder: RunFolder) -> int:
     if folder.setup().task is not None and not folder.evaluations():
         console.print("no loss.png: nobody has evaluated this run; `diloco evaluator` does so while it goes on")
     show_summary(told, console)
+    show_unconfirmed(folder, console)
     return 0

@@ -420,10 +420,10 @@ class Syncer:
             names, config = named(self._unconfirmed), self.parts.config
             folder = shlex.quote(str(config.directory.parent))
             sentence = (
-                f"{names} had not confirmed the final model when the syncer ended, which waits {config.drain_seconds:g} s "
-                f"after the end or a learner's last Hello or Fetch, and {config.drain_most_seconds:g} s at most; the "
-                f"model is saved, and `diloco syncer --broker {config.broker} --dir {folder}` gives it to learners "
-                "that still train"
+                f"{names} had not confirmed the final model when the syncer ended, which waits "
+                f"{config.drain_seconds:g} s after the end or a learner's last Hello or Fetch, and "
+                f"{config.drain_most_seconds:g} s at most; the model is saved, and "
+                f"`diloco syncer --broker {config.broker} --dir {folder}` gives it to learners that still train"
             )
             self.parts.teller.warn("unconfirmed", learners=names, count=len(self._unconfirmed), sentence=sentence)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.compose.results import show_summary
+from decoupled_diloco.compose.results import show_summary, show_unconfirmed
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.folder import RunFolder, Setup, find
 from decoupled_diloco.monitor.outcome import outcome, validation
@@ -155,6 +155,15 @@ def test_figures_that_are_not_known_are_left_out() -> None:
     show_summary(told, console)
     assert isinstance(console.file, io.StringIO)
     assert [line.split() for line in console.file.getvalue().splitlines()] == [["run", "it"], ["faults", "0"]]
+
+
+def test_the_results_name_the_learners_that_never_confirmed_the_final_model(tmp_path: Path) -> None:
+    console = PlainConsole(file=io.StringIO(), width=80)
+    for unconfirmed in ({}, [], {"b": "no goodbye", "c": "failed"}):
+        (tmp_path / "summary.json").write_text(json.dumps({"unconfirmed": unconfirmed}))
+        show_unconfirmed(RunFolder(tmp_path), console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "not confirmed that they hold the final model: b (no goodbye), c (failed)\n"
 
 
 def test_sizes_and_durations_are_short() -> None:

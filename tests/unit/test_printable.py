@@ -19,7 +19,7 @@ from decoupled_diloco.common.errors import DilocoError, Malformed, SettingError
 from decoupled_diloco.common.output import echo
 from decoupled_diloco.common.printable import printable, printable_lines
 from decoupled_diloco.common.registry import Registry
-from decoupled_diloco.compose.results import figures, show_summary
+from decoupled_diloco.compose.results import figures, show_summary, show_unconfirmed
 from decoupled_diloco.compose.store import EmbeddedStore
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.folder import RunFolder, Setup
@@ -141,7 +141,7 @@ def odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     folder = RunFolder.create(Path("runs") / NAME, Setup(settings=settings, task=TaskSettings(), data_hash="x"))
     rows = {"state": "finished", "t": 8, "merges": 2, "run": ALL_AT_ONCE, "quorum_state": ALL_AT_ONCE,
             "learners": [{"name": ALL_AT_ONCE, "local_steps": 8}, {"name": "b"}], "model_hash": ALL_AT_ONCE,
-            "seconds": 10.0}  # fmt: skip
+            "seconds": 10.0, "unconfirmed": {ALL_AT_ONCE: ALL_AT_ONCE}}  # fmt: skip
     (folder.path / "summary.json").write_text(json.dumps(rows))
     folder.write_run_map({"processes": {ALL_AT_ONCE: 1}, "learners_asked": [ALL_AT_ONCE]})
     row = {"t": 8, "part": "B", "size": "full", "val_loss": 2.0, "seconds": 1.0, "what": ALL_AT_ONCE}
@@ -219,6 +219,7 @@ def test_a_console_shows_any_string_and_any_text_as_it_is() -> None:
 def test_the_summary_of_a_run_shows_text_as_it_is(odd_folder: RunFolder) -> None:
     place = console()
     show_summary(figures(odd_folder), place)
+    show_unconfirmed(odd_folder, place)
     assert isinstance(place.file, io.StringIO)
     check_shown(place.file.getvalue())
 
