@@ -159,7 +159,8 @@ def test_figures_that_are_not_known_are_left_out() -> None:
 
 def test_the_results_name_the_learners_that_never_confirmed_the_final_model(tmp_path: Path) -> None:
     console = PlainConsole(file=io.StringIO(), width=80)
-    for unconfirmed in ({}, [], {"b": "no goodbye", "c": "failed"}):
+    summaries: tuple[Any, ...] = ({}, [], {"b": "no goodbye", "c": "failed"})
+    for unconfirmed in summaries:
         (tmp_path / "summary.json").write_text(json.dumps({"unconfirmed": unconfirmed}))
         show_unconfirmed(RunFolder(tmp_path), console)
     assert isinstance(console.file, io.StringIO)
