@@ -79,6 +79,7 @@ class SyncerHouse:
     settings: RunSettings
     redis: str | None = None
     syncer: Syncer = field(init=False)
+    broker: Broker = field(init=False)
     failure: list[BaseException] = field(default_factory=list)
     _learners: list[ScriptedLearner] = field(default_factory=list)
 
@@ -89,6 +90,10 @@ class SyncerHouse:
     @property
     def plan(self) -> Plan:
         return balanced_plan(LAYOUT, self.settings.fragments)
+
+    def start_broker(self) -> None:
+        self.broker = Broker(BrokerConfig(port=self.port))
+        self.broker.start()
 
     def start(self, **more: Any) -> None:
         fields: dict[str, Any] = {
@@ -153,17 +158,15 @@ class SyncerHouse:
 @contextmanager
 def syncer_house(directory: Path, redis: str | None = None, **changes: Any) -> Iterator[SyncerHouse]:
     """A running house; everything is stopped at the end, and a failure of the syncer is raised."""
-    port = free_ports()
-    broker = Broker(BrokerConfig(port=port))
-    broker.start()
-    house = SyncerHouse(directory, port, settings(**changes), redis)
+    house = SyncerHouse(directory, free_ports(), settings(**changes), redis)
+    house.start_broker()
     house.start()
     try:
         yield house
     finally:
         house.close()
-        broker.stop()
-        broker.join()
+        house.broker.stop()
+        house.broker.join()
         if house.failure:  # also where the test has failed: then because of it
             raise house.failure[0]
 

@@ -18,7 +18,8 @@ from decoupled_diloco.learner.replica import layout_of
 from decoupled_diloco.learner.session import Session, join
 from decoupled_diloco.monitor.folder import RunFolder, Setup
 from decoupled_diloco.syncer import loop
-from safetensors.torch import load_file
+from decoupled_diloco.syncer.checkpoint import Checkpoints
+from safetensors.torch import load, load_file
 from scripted_syncer import ScriptedSyncer, running_broker
 from syncer_house import SyncerHouse, syncer_house
 from torch import Tensor, nn
@@ -98,6 +99,50 @@ def test_the_file_has_the_statistics_and_the_teacher_of_the_learner_that_the_sum
         with join(house.address, late, torch.optim.SGD(late.student.parameters(), lr=1.0), name="late") as session:
             assert session.finished
         assert all(torch.equal(tensor, stored[name]) for name, tensor in late.state_dict().items())
+
+
+def test_a_learner_cut_off_at_the_end_gets_the_final_model_from_a_syncer_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, cut, into = threading.Event(), threading.Event(), dict[str, Any]()
+    save = Checkpoints.save
+
+    def cut_off(checkpoints: Checkpoints, state: Any, bookkeeping: Any, **more: Any) -> Any:
+        if bookkeeping["phase"] == "finished":
+            saving.set()
+            assert cut.wait(60)
+        return save(checkpoints, state, bookkeeping, **more)
+
+    monkeypatch.setattr(Checkpoints, "save", cut_off)
+    for name, seconds in (("RETURN_SECONDS", 1000.0), ("RETURN_LINGER_SECONDS", 0.1)):
+        monkeypatch.setattr(loop, name, seconds)
+    with syncer_house(tmp_path, steps=6) as house:
+        house.stop()
+        house.start(drain_seconds=0.3)
+        learner = threading.Thread(target=train, args=(house.address, "a", into), daemon=True)
+        learner.start()
+        wait_for(lambda: saving.is_set() or house.failure, "the final model is being saved", 60)
+        house.broker.stop()
+        house.broker.join()
+        cut.set()
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes, although it reached no learner")
+        assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == {"a": "no goodbye"}
+        before = (tmp_path / "model.safetensors").read_bytes()
+        assert learner.is_alive()
+        assert not into, "it still trains"
+
+        house.start_broker()
+        house.start(drain_seconds=60.0)
+        wait_for(lambda: into or house.failure, "the learner has ended")
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes once it is confirmed")
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["unconfirmed"] == {}
+        assert load(before).keys() == load_file(tmp_path / "model.safetensors").keys()
+        parameters = {name for name, _ in into["a"].student.named_parameters(prefix="student")}
+        assert all(torch.equal(load(before)[name], into["a"].state_dict()[name]) for name in parameters)
+        stored = load_file(tmp_path / "model.safetensors")
+        assert summary["buffers_from"] == "a"
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in into["a"].state_dict().items())
 
 
 # --- a learner and a scripted syncer ---------------------------------------------------------------------------------
