@@ -14,6 +14,8 @@ from .rounds import OpenCall, Rounds, about_to_begin
 
 SURE_SECONDS = 5.0
 """How long what lets no round succeed must last: learners that are started together do not come together."""
+STALL_SECONDS = 30.0
+"""The same where learners that are heard take no steps: they may be inside session.global_weights(), or saving."""
 SEED_SECONDS = 30.0
 """How long no part of version 0 must have come; over a thin line one takes a while."""
 PATIENCE_SECONDS, PATIENCE_ROUNDS = 10.0, 4
@@ -39,8 +41,12 @@ def reason_of(rounds: Rounds, rejections: Rejections, now: float) -> Reason | No
         return None
     able, quorum = rounds.may_answer(), rounds.settings.quorum
     if able < quorum:
-        first_steps = able + sum(about_to_begin(member, now) for member in rounds.members.live())
-        return None if first_steps >= quorum else Reason("quorum", _below_quorum(rounds, rejections, now), SURE_SECONDS)
+        live = rounds.members.live()
+        if able + sum(about_to_begin(member, now) for member in live) >= quorum:
+            return None
+        stalled = sum(member.state == "stalled" for member in live)
+        patience = STALL_SECONDS if able + stalled >= quorum else SURE_SECONDS
+        return Reason("quorum", _below_quorum(rounds, rejections, now), patience)
     calls = sorted(rounds.calls.values(), key=lambda call: call.slot)
     if not calls or any(call.quorum_at is not None for call in calls):
         return None

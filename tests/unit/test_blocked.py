@@ -15,6 +15,7 @@ from decoupled_diloco.syncer.blocked import (
     LONGEST_REPEAT_SECONDS,
     NAMES,
     PATIENCE_SECONDS,
+    STALL_SECONDS,
     SURE_SECONDS,
     Block,
     Change,
@@ -83,6 +84,19 @@ def test_who_is_here_and_who_is_missing_is_named_below_the_quorum() -> None:
         "1 of the 3 learners that --quorum asks for can answer (a); b has taken no step for 29 s; "
         "c has not been heard for 30 s"
     )
+
+
+@pytest.mark.parametrize(("silent", "patience"), [("", STALL_SECONDS), ("b", SURE_SECONDS)])
+def test_a_pause_of_learners_that_are_heard_is_no_block_for_a_while(silent: str, patience: float) -> None:
+    house = House("ab", quorum=2)
+    house.now += 30.0
+    for name in "ab":
+        if name != silent:
+            house.hear(name, last_step_age_seconds=15.0)  # inside session.global_weights(), say
+    house.tick()
+    reason = house.reason()
+    assert reason is not None
+    assert reason.patience_seconds == patience
 
 
 def test_a_learner_that_vanished_since_its_reports_are_rejected_is_told_with_why() -> None:
