@@ -24,6 +24,7 @@ from ..common.checkpoints import CHECKPOINT
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan
+from ..common.static_part import replaced
 from . import folders
 from .directory import OwnedDirectory
 from .joining import plan_for
@@ -247,7 +248,7 @@ class Checkpoints(OwnedDirectory):
             moved = {indices[name]: tensor.numpy().tobytes() for name, tensor in tensors.items()}
             if rows["layout"] != layout.fingerprint or any(len(v) != layout.static[i].bytes for i, v in moved.items()):
                 raise Malformed("damaged", "they are another model's")
-            state.take_static(str(rows["learner"]), moved)
+            state.take_static(str(rows["learner"]), moved, replaced(layout, state.static, moved))
         except (Malformed, KeyError) as wrong:
             return (f"the final buffers cannot be used ({wrong}), version 0's are taken instead",)
         return ()

@@ -107,6 +107,7 @@ class Syncer:
         now = self.parts.clock.now()
         for message in self.parts.lines.receive():
             self._take(message, now)
+        self._look_at_stored_buffers(now)
         if self.current.served is not None and self.current.phase != "finished":
             self._rounds(self.current.served, now)
         self.merging.repair(now)
@@ -121,6 +122,8 @@ class Syncer:
             idle.append(served.rounds.next_deadline(now) - now)
             if served.rounds.state == "drained":
                 idle.append(SAVED_SECONDS)
+        if self.current.buffers.checking:
+            idle.append(SAVED_SECONDS)
         if self.merging.repairs.due_at is not None:
             idle.append(self.merging.repairs.due_at - now)
         return max(0.0, min(idle))
@@ -186,6 +189,17 @@ class Syncer:
             self.reception.buffers(message, now)
         finally:
             self._ask_for_buffers(now)
+
+    def _look_at_stored_buffers(self, now: float) -> None:
+        """What the writer's thread made of the buffers that had arrived."""
+        served, stored = self.current.served, self.parts.writer.stored()
+        if served is None or stored is None:
+            return
+        try:
+            self.reception.buffers_stored(served, stored, now)
+        except Malformed as wrong:
+            self._reject(stored.received.last, wrong)
+        self._ask_for_buffers(now)
 
     def _ask_for_buffers(self, now: float) -> None:
         """Choose the learner whose buffers the final model gets; a change is published at once."""
@@ -395,6 +409,7 @@ class Syncer:
             self._save(served)
             saved = parts.writer.close(SAVE_SECONDS)
             self._report_saves()
+            self._look_at_stored_buffers(parts.clock.now())
             try:
                 self._export(served)
             except (SettingError, OSError) as wrong:
@@ -434,12 +449,19 @@ class Syncer:
             return
         live = [s.name for s in state.plan.layout.static if s.kind == "buffer" and s.dtype in TRAINABLE_DTYPES]
         if (self.finished and (buffers.offered or (live and self._unconfirmed))) or (live and not self.finished):
-            why = "no learner could give its own" if self.finished else "the run was stopped"
+            why = self._without_buffers() if self.finished else "the run was stopped"
             self.parts.teller.warn(
                 "buffers_of_version_0",
                 sentence=f"model.safetensors has the buffers of version 0, because {why}; what training made of them "
                 f"is in the learners alone (first of {len(live)}: {', '.join(live[:1]) or 'frozen parameters'})",
             )  # fmt: skip
+
+    def _without_buffers(self) -> str:
+        buffers = self.current.buffers
+        if buffers.checking:
+            return f"those of {buffers.checking.last.name} were not stored in time"
+        failed = "; ".join(buffers.failed[:3])
+        return f"no learner could give its own ({failed})" if failed else "no learner could give its own"
 
     def _last_beat(self) -> None:
         """No call is open any more: whoever leaves now need not wait for its answers to be taken."""
@@ -465,6 +487,7 @@ class Syncer:
                 "messages_dropped": self.parts.lines.dropped,
                 "unconfirmed": self._unconfirmed,
                 **_buffers_summary(served),
+                "buffers_failed": self.current.buffers.failed,
                 "messages_missed": self.parts.lines.gaps,
                 "syncer_bytes_up": self.parts.lines.bytes_up,
                 "syncer_bytes_down": self.parts.lines.bytes_down,

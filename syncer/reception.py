@@ -20,6 +20,7 @@ from .parts import Parts, Run, Served
 from .rejections import SENDERS, sentence_of
 from .start import serve
 from .state import GlobalState
+from .writer import Stored
 
 
 class Reception:
@@ -116,21 +117,31 @@ class Reception:
             run.buffers.offer((goodbye.name, goodbye.incarnation), goodbye.buffers, now)
 
     def buffers(self, message: Buffers, now: float) -> None:
-        """Take one chunk of the final buffers; when all are here, into the model and onto the disk."""
-        run, parts = self._run, self._parts
+        """Take one chunk of the final buffers; the writer checks and stores them when all are here."""
+        run = self._run
         if run.served is None or run.phase != "finished":
             raise Malformed("early", "buffers are taken once the run is finished")
         state = run.served.state
-        moved = run.buffers.take(message, state.plan, run.epoch, now)
-        if moved is None:
-            return
-        try:
-            parts.checkpoints.write_buffers(state.plan.layout, message.name, moved)
-        except OSError as wrong:
-            parts.teller.warn("buffers_not_saved", learner=message.name, error=str(wrong))
-        state.take_static(message.name, moved)
-        names = [state.plan.layout.static[index].name for index in sorted(moved)]
-        parts.teller.event("buffers_taken", learner=message.name, tensors=len(names), first=", ".join(names[:3]))
+        received = run.buffers.take(message, state.plan, run.epoch, now)
+        if received is not None:
+            self._parts.writer.store_buffers(state.plan, received, state.static)
+
+    def buffers_stored(self, served: Served, stored: Stored, now: float) -> None:
+        """Checked buffers into the model. Malformed if they are refused: then another learner is asked."""
+        learner, teller, state = stored.received.last.name, self._parts.teller, served.state
+        if stored.refused is not None:
+            self._run.buffers.checked(f"sent what is refused ({stored.refused})", now)
+            raise stored.refused
+        self._run.buffers.checked("", now)
+        state.take_static(learner, stored.moved, stored.static)
+        if stored.error:
+            sentence = (
+                f"the buffers of {learner} could not be stored ({stored.error}); model.safetensors gets them all the "
+                "same, a syncer that is started again would not have them"
+            )
+            teller.warn("buffers_not_saved", learner=learner, error=stored.error, sentence=sentence)
+        names = [state.plan.layout.static[index].name for index in stored.moved]
+        teller.event("buffers_taken", learner=learner, tensors=len(names), first=", ".join(names[:3]))
 
     def rejected(self, kind: str, name: str, incarnation: int | None, reason: str, detail: str) -> None:
         """A message was not taken: count it, reset a learner after three wrong answers in a row, and warn a sender

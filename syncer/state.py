@@ -10,7 +10,7 @@ references, and payloads and keyframes can be sent without a copy while the next
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from ..common.codec import decode_delta, digest, encode_step, model_hash
 from ..common.config import MAX_LAG, RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Fragment, Plan
-from ..common.static_part import replaced
 from .merge import merge as merge_deltas
 from .merge import norm
 from .outer import outer_step
@@ -178,11 +177,10 @@ class GlobalState:
             self._publish(fragment, self.versions[fragment] + 1, public, "")
             self._updates[fragment] = None
 
-    def take_static(self, learner: str, moved: Mapping[int, bytes | memoryview]) -> None:
-        """Static values that a learner's training has changed, by index into the layout's static tensors."""
-        layout = self.plan.layout
-        self.static = replaced(layout, self.static, moved)
-        names = tuple(layout.static[index].name for index in sorted(moved))
+    def take_static(self, learner: str, moved: Iterable[int], static: bytes) -> None:
+        """The static part with values that a learner's training has changed, by index into the layout's tensors."""
+        self.static = static
+        names = tuple(self.plan.layout.static[index].name for index in sorted(moved))
         self.static_origin = StaticOrigin(learner=learner, names=names)
 
     def model_hash(self) -> str:

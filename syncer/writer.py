@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints, so that the syncer's loop never waits for a disk."""
+"""The thread that writes checkpoints and final buffers, so that the syncer's loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.checkpoints import saved_at
+from ..common.errors import Malformed
+from ..common.fragments import Plan
+from ..common.static_part import replaced
 from .checkpoint import Checkpoints
+from .final_buffers import Received, check
 from .state import Snapshot
 
 RETRY_SECONDS = 5.0
@@ -36,6 +40,21 @@ class Outcome:
     """Writes that had failed in a row before this one."""
     failing_seconds: float = 0.0
     """Since the first of those began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What became of one learner's final buffers."""
+
+    received: Received
+    moved: tuple[int, ...] = ()
+    """Indices into the layout's static tensors."""
+    static: bytes = b""
+    """The static part with those values."""
+    refused: Malformed | None = None
+    """Why they cannot be used."""
+    error: str = ""
+    """'' = they are durable; else they can be used, and the disk does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +85,8 @@ class CheckpointWriter:
         self._job: _Job | None = None
         self._untried: _Job | None = None
         """The latest job, until its first write has ended."""
+        self._buffers: tuple[Plan, Received, bytes] | None = None
+        self._stored: Stored | None = None
         self._not_before = 0.0
         self._closing = False
         self._outcomes: deque[Outcome] = deque(maxlen=OUTCOMES_KEPT)
@@ -93,6 +114,21 @@ class CheckpointWriter:
             self._not_before = 0.0
             self._changed.notify()
 
+    def store_buffers(self, plan: Plan, received: Received, static: bytes) -> None:
+        """Check a learner's buffers, put them into a copy of `static` and onto the disk; see `stored`. Returns at once.
+
+        They are tried once: a disk that does not take them must not keep the end of the run waiting.
+        """
+        with self._changed:
+            self._buffers = (plan, received, static)
+            self._changed.notify()
+
+    def stored(self) -> Stored | None:
+        """What became of the buffers given last, once."""
+        with self._changed:
+            stored, self._stored = self._stored, None
+            return stored
+
     def outcomes(self) -> list[Outcome]:
         """What was written or failed since the last call, oldest first (the latest hundred)."""
         with self._changed:
@@ -118,14 +154,19 @@ class CheckpointWriter:
     def _write_next(self) -> bool:
         """Wait for a job and do it; False when it is time to end. Holds no snapshot after it returned."""
         job = self._next()
-        if job is not None:
+        if isinstance(job, _Job):
             self._write(job)
+        elif job is not None:
+            self._store(*job)
         return job is not None
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job | tuple[Plan, Received, bytes] | None:
         """The job to do now, when there is one; None when it is time to end."""
         with self._changed:
             while True:
+                if self._buffers is not None:
+                    buffers, self._buffers = self._buffers, None
+                    return buffers
                 pause = self._not_before - time.monotonic()
                 if self._job is not None and (pause <= 0 or self._closing):
                     job, self._job = self._job, None
@@ -133,6 +174,26 @@ class CheckpointWriter:
                 if self._closing:
                     return None
                 self._changed.wait(pause if self._job is not None else None)
+
+    def _store(self, plan: Plan, received: Received, static: bytes) -> None:
+        try:
+            stored = self._checked_and_written(plan, received, static)
+        except Malformed as wrong:
+            stored = Stored(received=received, refused=wrong)
+        except Exception as wrong:  # noqa: BLE001 memory, say: the run ends with another learner's, or without
+            refused = Malformed("unusable", f"{type(wrong).__name__}: {wrong}")
+            stored = Stored(received=received, refused=refused)
+        with self._changed:
+            self._stored = stored
+
+    def _checked_and_written(self, plan: Plan, received: Received, static: bytes) -> Stored:
+        moved, error = check(plan, received), ""
+        whole = replaced(plan.layout, static, moved)
+        try:
+            self._checkpoints.write_buffers(plan.layout, received.last.name, moved)
+        except Exception as wrong:  # noqa: BLE001 the model has them all the same
+            error = f"{type(wrong).__name__}: {wrong}"
+        return Stored(received=received, moved=tuple(sorted(moved)), static=whole, error=error)
 
     def _write(self, job: _Job) -> None:
         began = time.monotonic()

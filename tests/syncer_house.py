@@ -78,6 +78,7 @@ class SyncerHouse:
     port: int
     settings: RunSettings
     redis: str | None = None
+    layout: Layout = LAYOUT
     syncer: Syncer = field(init=False)
     broker: Broker = field(init=False)
     failure: list[BaseException] = field(default_factory=list)
@@ -89,7 +90,7 @@ class SyncerHouse:
 
     @property
     def plan(self) -> Plan:
-        return balanced_plan(LAYOUT, self.settings.fragments)
+        return balanced_plan(self.layout, self.settings.fragments)
 
     def start_broker(self) -> None:
         self.broker = Broker(BrokerConfig(port=self.port))
@@ -156,9 +157,11 @@ class SyncerHouse:
 
 
 @contextmanager
-def syncer_house(directory: Path, redis: str | None = None, **changes: Any) -> Iterator[SyncerHouse]:
+def syncer_house(
+    directory: Path, redis: str | None = None, layout: Layout = LAYOUT, **changes: Any
+) -> Iterator[SyncerHouse]:
     """A running house; everything is stopped at the end, and a failure of the syncer is raised."""
-    house = SyncerHouse(directory, free_ports(), settings(**changes), redis)
+    house = SyncerHouse(directory, free_ports(), settings(**changes), redis, layout)
     house.start_broker()
     house.start()
     try:
@@ -227,14 +230,15 @@ class ScriptedLearner:
         assert message is not None
         return message
 
-    def hello_once(self, layout: Layout = LAYOUT, **more: Any) -> None:
+    def hello_once(self, layout: Layout | None = None, **more: Any) -> None:
+        layout = layout or self.house.layout
         fields: dict[str, Any] = {
             "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "role": "learner",
             "fingerprint": layout.fingerprint, "bulk_proven": True, "payload": pack_layout(layout),
         }  # fmt: skip
         self.control.send(Hello(**(fields | more)))
 
-    def hello(self, layout: Layout = LAYOUT, **more: Any) -> Welcome:
+    def hello(self, layout: Layout | None = None, **more: Any) -> Welcome:
         """Say Hello until there is an answer to this very one."""
         self.heard = [m for m in self.heard if not isinstance(m, Welcome)]
         polls = count()
@@ -252,7 +256,9 @@ class ScriptedLearner:
     def seed(self, value: float = 0.0, **more: Any) -> None:
         """Send version 0: every parameter is `value`."""
         plan = self.house.plan
-        parts = [(p, bytes(filled(plan, p, value).numpy().data)) for p in range(plan.P)] + [(plan.P, b"")]
+        parts = [(p, bytes(filled(plan, p, value).numpy().data)) for p in range(plan.P)] + [
+            (plan.P, bytes(plan.layout.static_bytes))
+        ]
         for p, payload in parts:
             for part in split(payload):
                 self.bulk.send(
@@ -377,10 +383,10 @@ class ScriptedLearner:
         payload = self.fetch("keyframe", fragment, kind=Keyframe).payload
         return torch.frombuffer(bytearray(payload), dtype=torch.float32)
 
-    def goodbye(self, reason: str = "left", model_hash: str = "") -> None:
+    def goodbye(self, reason: str = "left", model_hash: str = "", **more: Any) -> None:
         self.control.send(
             Goodbye(run=self.house.settings.run, name=self.name, incarnation=self.incarnation, reason=reason,
-                    local_steps=self.steps, tokens=self.steps * TOKENS, model_hash=model_hash)
+                    local_steps=self.steps, tokens=self.steps * TOKENS, model_hash=model_hash, **more)
         )  # fmt: skip
 
     def close(self) -> None:

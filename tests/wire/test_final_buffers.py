@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from decoupled_diloco.common.config import RunSettings
-from decoupled_diloco.common.wire import Buffers, Goodbye
+from decoupled_diloco.common.codec import digest
+from decoupled_diloco.common.config import CHUNK_BYTES, RunSettings
+from decoupled_diloco.common.fragments import Layout, TensorSpec
+from decoupled_diloco.common.static_part import pack
+from decoupled_diloco.common.wire import Beat, Buffers, Call, Goodbye, split
 from decoupled_diloco.compose.results import export_model
 from decoupled_diloco.learner import conversation
 from decoupled_diloco.learner.replica import layout_of
 from decoupled_diloco.learner.session import Session, join
 from decoupled_diloco.monitor.folder import RunFolder, Setup
-from decoupled_diloco.syncer import loop
+from decoupled_diloco.syncer import final_buffers, loop
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from safetensors.torch import load, load_file
 from scripted_syncer import ScriptedSyncer, running_broker
-from syncer_house import SyncerHouse, syncer_house
+from syncer_house import ScriptedLearner, SyncerHouse, syncer_house
 from torch import Tensor, nn
 from waiting import wait_for
 
@@ -143,6 +146,84 @@ def test_a_learner_cut_off_at_the_end_gets_the_final_model_from_a_syncer_that_is
         stored = load_file(tmp_path / "model.safetensors")
         assert summary["buffers_from"] == "a"
         assert all(torch.equal(tensor, stored[name]) for name, tensor in into["a"].state_dict().items())
+
+
+LARGE = Layout(
+    (
+        TensorSpec(name="w", shape=(40,), dtype="float32"),
+        TensorSpec(name="teacher", shape=(3, CHUNK_BYTES // 8), dtype="float32", kind="buffer"),
+    )
+)
+
+
+def ended(house: SyncerHouse, *names: str) -> tuple[list[ScriptedLearner], str]:
+    """Learners that are written by hand, of a run that they have just brought to its end."""
+    learners = [house.learner(name) for name in names]
+    for learner in learners:
+        learner.join()
+
+    def finished() -> str:
+        for learner in learners:
+            learner.listen()
+            calls = [m for m in learner.heard if isinstance(m, Call)]
+            learner.heard = [m for m in learner.heard if not isinstance(m, Call)]
+            learner.alive()
+            for call in calls:
+                learner.step()
+                learner.bulk.send(learner.delta(call))
+        beats = [m for m in learners[0].heard if isinstance(m, Beat) and m.state == "finished"]
+        return beats[-1].model_hash if beats else ""
+
+    return learners, wait_for(finished, "the run is finished")
+
+
+def parts(learner: ScriptedLearner, value: float) -> list[Buffers]:
+    moved = pack(LARGE, {0: torch.full((3, CHUNK_BYTES // 8), value).numpy().tobytes()})
+    own: dict[str, Any] = {
+        "run": learner.house.settings.run, "name": learner.name, "incarnation": learner.incarnation,
+        "epoch": learner.epoch, "fragment": learner.house.plan.static_index, "digest": digest(moved),
+    }  # fmt: skip
+    return [Buffers(**own, **part) for part in split(moved)]
+
+
+def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(final_buffers, "SILENCE_SECONDS", 0.5)
+    loops, writes = set[int](), list[int]()
+    write = Checkpoints.write_buffers
+
+    def noted(checkpoints: Checkpoints, *what: Any) -> None:
+        writes.append(threading.get_ident())
+        write(checkpoints, *what)
+        raise OSError("No space left on device")  # behind the write: the model has them all the same
+
+    monkeypatch.setattr(Checkpoints, "write_buffers", noted)
+    with syncer_house(tmp_path, layout=LARGE, steps=1, fragments=1, overlap=1) as house:
+        (a, b), model_hash = ended(house, "a", "b")
+        loops.add(house._thread.ident or 0)
+
+        def asked(learner: ScriptedLearner) -> bool:
+            learner.goodbye("finished", model_hash, buffers=1)
+            learner.listen()
+            beats = [m for m in learner.heard if isinstance(m, Beat)]
+            return beats[-1].buffer_source == (learner.name, 1)
+
+        wait_for(lambda: asked(a), "a is asked")
+        a.bulk.send(parts(a, 1.0)[0])
+        wait_for(lambda: len(house.syncer.current.buffers._assembly.missing) == 1, "one part is here")  # type: ignore[union-attr]
+        a.close()
+        house._learners.remove(a)
+        wait_for(lambda: asked(b), "b is asked, since a is dead")
+        for part in parts(b, 2.0):
+            b.bulk.send(part)
+        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["buffers_from"], summary["buffers_failed"]) == ("b", ["a fell silent"])
+    assert torch.all(load_file(tmp_path / "model.safetensors")["teacher"] == 2.0)
+    assert len(writes) == 1
+    assert not loops & set(writes), "the loop does not wait for the disk"
 
 
 # --- a learner and a scripted syncer ---------------------------------------------------------------------------------
