@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 from child import output_of
+from decoupled_diloco.common.codec import digest
+from decoupled_diloco.common.static_part import pack
+from decoupled_diloco.common.wire import Buffers, split
 from decoupled_diloco.monitor.folder import RunFolder
 from decoupled_diloco.syncer.checkpoint import Checkpoints
+from decoupled_diloco.syncer.final_buffers import Received
 from decoupled_diloco.syncer.state import GlobalState, Snapshot
 from decoupled_diloco.syncer.writer import CheckpointWriter
-from states import advance, fresh, seeded, settings
+from states import LAYOUT, PLAN, STATIC, advance, fresh, seeded, settings
 from waiting import wait_for
 
 NEVER_SECONDS = 3600.0
@@ -197,6 +201,37 @@ def test_training_goes_on_when_the_directory_is_gone(checkpoints: Checkpoints, l
         wait_for(lambda failures=failures: writer.failures == failures, "a counted failure")  # type: ignore[misc]
     assert not writer.close(60)
     assert Checkpoints(checkpoints.directory).newest() is None
+
+
+@pytest.mark.parametrize("fault", ["", "disk", "digest"])
+def test_buffers_are_checked_and_stored_before_the_writer_closes_and_a_full_disk_does_not_lose_them(
+    checkpoints: Checkpoints, fault: str
+) -> None:
+    moved = {2: (5).to_bytes(8, "little")}
+    whole = pack(LAYOUT, moved)
+    last = Buffers(
+        run="tiny", name="a", incarnation=1, epoch=3, fragment=PLAN.static_index,
+        digest="0" * 64 if fault == "digest" else digest(whole), **split(whole)[0],
+    )  # fmt: skip
+    if fault == "disk":
+        shutil.rmtree(checkpoints.directory)
+    writer = CheckpointWriter(checkpoints)
+    assert writer.stored() is None
+    writer.store_buffers(PLAN, Received(last=last, payload=memoryview(whole)), STATIC)
+    writer.close(60)
+    stored = writer.stored()
+    assert stored is not None
+    assert writer.stored() is None, "it is said once"
+    assert writer.healthy, "the checkpoint is another thing"
+    assert bool(stored.error) is (fault == "disk")
+    if fault == "digest":
+        assert stored.refused is not None
+        assert not list(checkpoints.directory.glob("buffers-*"))
+        return
+    assert stored.refused is None
+    assert stored.moved == (2,)
+    assert stored.static == STATIC[:-8] + moved[2]
+    assert bool(list(checkpoints.directory.glob("buffers-*"))) is not (fault == "disk")
 
 
 FULL_DISK = """
