@@ -190,7 +190,6 @@ def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "LINGER_SECONDS", 0.1)
-    monkeypatch.setattr(final_buffers, "SILENCE_SECONDS", 0.5)
     loops, writes = set[int](), list[int]()
     write = Checkpoints.write_buffers
 
@@ -212,10 +211,17 @@ def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
 
         wait_for(lambda: asked(a), "a is asked")
         a.bulk.send(parts(a, 1.0)[0])
-        wait_for(lambda: len(house.syncer.current.buffers._assembly.missing) == 1, "one part is here")  # type: ignore[union-attr]
+
+        def one_part_is_here() -> bool:
+            assembly = house.syncer.current.buffers._assembly
+            return assembly is not None and len(assembly.missing) == 1
+
+        wait_for(lambda: asked(a) and one_part_is_here(), "one part is here")
         a.close()
         house._learners.remove(a)
-        wait_for(lambda: asked(b), "b is asked, since a is dead")
+        with monkeypatch.context() as sooner:
+            sooner.setattr(final_buffers, "SILENCE_SECONDS", 0.5)
+            wait_for(lambda: asked(b), "b is asked, since a is dead")
         for part in parts(b, 2.0):
             b.bulk.send(part)
         wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
