@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.common.config import RunSettings
-from decoupled_diloco.common.tape import read_tape
-from decoupled_diloco.monitor.folder import RunFolder
-from decoupled_diloco.simulator.cluster import Cluster, Outcome, Way
-from decoupled_diloco.simulator.counted import Counted
-from decoupled_diloco.simulator.lives import members_of_tape
+from decoupled_diloco.common.journal import read_journal
+from decoupled_diloco.common.run_folder import RunFolder
+from decoupled_diloco.simulator.availability import members_of_tape
+from decoupled_diloco.simulator.cost_only import CostOnlyModel
+from decoupled_diloco.simulator.virtual_cluster import NetworkPath, RunOutcome, VirtualCluster
 
 LATENCY_SECONDS = 0.005
 """Of loopback, the broker and both loops, one way."""
@@ -60,13 +60,17 @@ def real_run(place: Path, learners: int, steps: int, mean_life_seconds: float, s
     return told
 
 
-def virtual_run(place: Path) -> Outcome:
+def virtual_run(place: Path) -> RunOutcome:
     """The virtual cluster with the same lives."""
-    tape = read_tape(place / "runs" / "it")
+    tape = read_journal(place / "runs" / "it")
     settings = RunSettings.from_map(tape.syncer["settings"])
     parameters = sum(tape.syncer["parameters"])
-    substance = Counted(settings, parameters=parameters, tokens_a_step=128, fragments=len(tape.syncer["parameters"]))
-    return Cluster(settings, substance, members_of_tape(tape), Way(latency_seconds=LATENCY_SECONDS)).run()
+    substance = CostOnlyModel(
+        settings, parameters=parameters, tokens_a_step=128, fragments=len(tape.syncer["parameters"])
+    )
+    return VirtualCluster(
+        settings, substance, members_of_tape(tape), NetworkPath(latency_seconds=LATENCY_SECONDS)
+    ).run()
 
 
 def main() -> None:

@@ -31,9 +31,9 @@ def one(block: int, seed: int) -> tuple[int, int, float, float, float]:
     fragments.ALIGN = block
     from decoupled_diloco.common.codec import encoded_bytes
     from decoupled_diloco.common.log import configure
-    from decoupled_diloco.learner.text import load_corpus
-    from decoupled_diloco.simulator.methods import train
-    from decoupled_diloco.simulator.suites import SMALL, T, methods
+    from decoupled_diloco.experiments.methods import train
+    from decoupled_diloco.experiments.suites import SMALL, T, methods
+    from decoupled_diloco.learner.task.text import load_corpus
 
     configure("benchmark", level="warning")
     result = train(methods(SMALL, 4, T)["Decoupled"], seed, load_corpus(None, SMALL.sequence_length))

@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import zmq
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
+from decoupled_diloco.common.auth_keys import Key, new_key
 from decoupled_diloco.common.config import BrokerConfig
-from decoupled_diloco.common.keys import Key, new_key
-from decoupled_diloco.common.sockets import Address, Context, Downlink, Socket, Uplink, configure
+from decoupled_diloco.common.sockets import Address, Context, PublishSocket, Socket, SubscribeSocket, configure
 from decoupled_diloco.common.wire import Update, encode, split
 
 QUEUE_MESSAGES = 256
@@ -79,8 +79,8 @@ def measure(
     pid = child.pid or 0
     context: Context = zmq.Context()
     address = Address("127.0.0.1", port)
-    down = Downlink(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, key=learner)
-    up = Uplink(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES, key=syncer)
+    down = SubscribeSocket(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, key=learner)
+    up = PublishSocket(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES, key=syncer)
     try:
         # zmq.proxy hands on what receivers subscribe to, and an uplink is proven by "everything" only
         down.subscribe(b"" if learner is None else b"run/fragment/")

@@ -17,8 +17,8 @@ import torch
 from decoupled_diloco.common.codec import apply_step, decode_delta, digest, encode_delta, encode_step, encoded_bytes
 from decoupled_diloco.common.config import CODECS
 from decoupled_diloco.common.fragments import ALIGN, Layout, TensorSpec, balanced_plan
-from decoupled_diloco.syncer.merge import merge
-from decoupled_diloco.syncer.outer import outer_step
+from decoupled_diloco.syncer.aggregate import merge
+from decoupled_diloco.syncer.outer_optimizer import outer_step
 from rich.console import Console
 from rich.table import Table
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from decoupled_diloco.common.config import RunSettings, TaskSettings, flag
-from decoupled_diloco.learner.evaluate import evaluate, validation_windows
-from decoupled_diloco.learner.loop import inner_step, make_optimizer, schedule
-from decoupled_diloco.learner.text import Corpus, batches, load_corpus
-from decoupled_diloco.learner.transformer import Transformer
+from decoupled_diloco.learner.task.evaluator import evaluate, validation_windows
+from decoupled_diloco.learner.task.loop import inner_step, make_optimizer, schedule
+from decoupled_diloco.learner.task.text import Corpus, batches, load_corpus
+from decoupled_diloco.learner.task.transformer import Transformer
 
 
 def parse() -> argparse.Namespace:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from decoupled_diloco.common.fragments import Layout, balanced_plan
-from decoupled_diloco.learner.checks import Checks
-from decoupled_diloco.learner.inventory import inventory
+from decoupled_diloco.learner.model_layout import inventory
 from decoupled_diloco.learner.replica import Replica
+from decoupled_diloco.learner.step_checks import StepChecks
 from torch import nn
 
 STRETCHES = 10
@@ -36,7 +36,7 @@ class Looked:
         entries = inventory(self.model, self.optimizer)
         plan = balanced_plan(Layout(tuple(entry.spec() for entry in entries)), 4)
         self.now = 0.0
-        self.checks = Checks("me", Replica(self.model, plan), self.optimizer, self.now, in_mid_run=True)
+        self.checks = StepChecks("me", Replica(self.model, plan), self.optimizer, self.now, in_mid_run=True)
 
     def usual(self) -> None:
         self.checks.optimizers.saw_step(self.optimizer)

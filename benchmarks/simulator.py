@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.log import configure
-from decoupled_diloco.learner import loop
-from decoupled_diloco.learner.text import load_corpus
-from decoupled_diloco.simulator.cluster import Cluster, Member, steady
-from decoupled_diloco.simulator.suites import SMALL
-from decoupled_diloco.simulator.trained import Trained
+from decoupled_diloco.experiments.suites import SMALL
+from decoupled_diloco.learner.task import loop
+from decoupled_diloco.learner.task.text import load_corpus
+from decoupled_diloco.simulator.real_training import TrainedModel
+from decoupled_diloco.simulator.virtual_cluster import VirtualCluster, VirtualMember, steady
 
 DILOCO = [sys.executable, "-P", "-m", "decoupled_diloco.cli"]
 
@@ -81,10 +81,10 @@ class Passes:
 def passes_share(task: TaskSettings, learners: int, steps: int) -> float:
     """Share of a virtual run's real time inside the models' forward and backward passes."""
     corpus, settings = load_corpus(None, task.sequence_length), RunSettings(steps=steps)
-    members = [Member(f"learner-{n}", [(steady(1.0), math.inf)]) for n in range(1, learners + 1)]
+    members = [VirtualMember(f"learner-{n}", [(steady(1.0), math.inf)]) for n in range(1, learners + 1)]
     passes = Passes()
     with passes.counted():
-        outcome = Cluster(settings, Trained(settings, task, corpus), members).run()
+        outcome = VirtualCluster(settings, TrainedModel(settings, task, corpus), members).run()
     return passes.seconds / outcome.real_seconds
 
 

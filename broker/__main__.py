@@ -8,11 +8,11 @@ import time
 
 from ..common.config import BrokerConfig
 from ..common.errors import LimitReached
-from ..common.limits import check_room, raise_file_limit
 from ..common.log import get_logger
 from ..common.signals import stop_signals
 from ..common.sockets import Waker
-from .loop import Broker
+from ..common.system_limits import check_room, raise_file_limit
+from .broker import Broker
 
 log = get_logger("broker")
 
@@ -33,8 +33,8 @@ def main(config: BrokerConfig) -> int:
     log.info(
         "broker_ready", host=config.host, port=config.port, queue_mib=config.queue_mib, keyed=config.keys is not None
     )
-    room = Room()
-    idle, stats_at = Idle(config.exit_when_idle_seconds), time.monotonic() + STATS_SECONDS
+    room = ConnectionLimit()
+    idle, stats_at = IdleTimeout(config.exit_when_idle_seconds), time.monotonic() + STATS_SECONDS
     while not select.select([stop], [], [], LOOK_SECONDS)[0]:
         now = time.monotonic()
         if now >= stats_at:
@@ -49,7 +49,7 @@ def main(config: BrokerConfig) -> int:
     return 1 if broker.failure is not None else 0
 
 
-class Room:
+class ConnectionLimit:
     """Whether clients still get in: each connection is an open file. Said once where they do not, and once where they
     do again.
     """
@@ -70,7 +70,7 @@ class Room:
             self._full = False
 
 
-class Idle:
+class IdleTimeout:
     """When to end because everybody has left: once somebody was there, and nobody has been for so many seconds."""
 
     def __init__(self, seconds: float) -> None:

@@ -49,7 +49,7 @@ def configure(process: str, *, json_file: Path | None = None, level: str = "info
     file = None if json_file is None else _LineFile(json_file)
     old, _outputs.file = _outputs.file, file
     _outputs.process, _outputs.threshold, _outputs.terminal = process, LEVELS[level], terminal
-    _outputs.calm = _Calm()
+    _outputs.calm = _Throttle()
     if old is not None:
         old.close()
 
@@ -96,7 +96,7 @@ class _LineFile:
         os.close(self._descriptor)
 
 
-class _Calm:
+class _Throttle:
     """How often the terminal heard of what lately."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Outputs:
         self.threshold = LEVELS["info"]
         self.terminal = True
         self.file: _LineFile | None = None
-        self.calm = _Calm()
+        self.calm = _Throttle()
         self.renew_lock()
 
     def renew_lock(self) -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from .config import check_name
 from .redis_client import FAILURES, check_connection, connect, explain, redact_url
-from .registry_board import Board, Value
-from .registry_writer import Writer
+from .redis_keys import RedisKeys
+from .registry_buffer import PendingWrites, Value
+from .registry_writer import RegistryWriter
 
-__all__ = ["Keys", "Registry", "check_connection", "list_runs", "read_status", "redact_url"]
+__all__ = ["RedisKeys", "Registry", "check_connection", "list_runs", "read_status", "redact_url"]
 
 _WHOLE = re.compile(r"-?\d{1,19}")
 _REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
@@ -31,62 +30,19 @@ _TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reas
 _FRAGMENTS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Names of all keys of one run. Run and learner names are checked, so that no name reaches another's key."""
-
-    name: str
-
-    def __post_init__(self) -> None:
-        check_name("--run", self.name)
-
-    @property
-    def run(self) -> str:
-        """HASH: the run's state and totals."""
-        return f"dd:{self.name}:run"
-
-    @property
-    def learners(self) -> str:
-        """ZSET: learner -> last seen, in unix seconds by the syncer's clock."""
-        return f"dd:{self.name}:learners"
-
-    @property
-    def fragments(self) -> str:
-        """ZSET: fragment -> when it was merged last, in unix seconds by the syncer's clock; 0 = not since its start."""
-        return f"dd:{self.name}:fragments"
-
-    @property
-    def events(self) -> str:
-        """STREAM, capped: what happened."""
-        return f"dd:{self.name}:events"
-
-    @property
-    def epoch(self) -> str:
-        """STRING: the epoch of the syncer that serves the run."""
-        return f"dd:{self.name}:epoch"
-
-    def learner(self, name: str) -> str:
-        """HASH: one learner."""
-        return f"dd:{self.name}:learner:{check_name('learner', name)}"
-
-    def fragment(self, fragment: int) -> str:
-        """HASH: one fragment."""
-        return f"dd:{self.name}:fragment:{int(fragment)}"
-
-
 class Registry:
     """The syncer's side. No method but the two that read, and `close`, ever waits; none fails because of the store."""
 
     def __init__(self, url: str | None, run: str, log: FilteringBoundLogger) -> None:
         """`url` None: there is no store, and every method does nothing. SettingError for a malformed URL or name."""
-        self._keys = Keys(run)
+        self._keys = RedisKeys(run)
         self._url = url
         self._log = log
-        self._board = Board()
-        self._writer: Writer | None = None
+        self._board = PendingWrites()
+        self._writer: RegistryWriter | None = None
         if url is not None:
             connect(url)  # a malformed URL is told to the caller, not to a thread
-            self._writer = Writer(url, self._keys, self._board, log)
+            self._writer = RegistryWriter(url, self._keys, self._board, log)
             self._writer.start()
 
     @property
@@ -155,7 +111,7 @@ def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
     Numbers are numbers again, what is unknown is None. All is empty for a run that the store does not know. PeerLost or
     SettingError where the store does not answer.
     """
-    keys, client = Keys(run), connect(url)
+    keys, client = RedisKeys(run), connect(url)
     try:
         pipe = client.pipeline(transaction=False)
         pipe.hgetall(keys.run).get(keys.epoch)
@@ -192,7 +148,7 @@ def list_runs(url: str) -> list[str]:
         client.close()
 
 
-def _read_fragments(client: Any, keys: Keys) -> dict[int, dict[str, str]]:
+def _read_fragments(client: Any, keys: RedisKeys) -> dict[int, dict[str, str]]:
     """All fragments' rows. The store does not say how many there are: ask until so many in a row are missing."""
     found: dict[int, dict[str, str]] = {}
     for start in count(0, _FRAGMENTS_AT_ONCE):

@@ -18,10 +18,10 @@ from structlog.typing import FilteringBoundLogger
 from .config import BEAT_SECONDS
 from .errors import SettingError
 from .redis_client import FAILURES, connect, explain, redact_url
-from .registry_board import WAITING_EVENTS, Batch, Board, Row
+from .registry_buffer import WAITING_EVENTS, Batch, PendingWrites, Row
 
 if TYPE_CHECKING:
-    from .registry import Keys
+    from .redis_keys import RedisKeys
 
 WRITE_SECONDS = 0.5
 """Shortest time between two writes."""
@@ -35,10 +35,10 @@ TOLD_SECONDS = 60.0
 """Keys that vanish again and again (a store that evicts) are told so often."""
 
 
-class Writer(threading.Thread):
+class RegistryWriter(threading.Thread):
     """`connected` says whether the last write arrived."""
 
-    def __init__(self, url: str, keys: Keys, board: Board, log: FilteringBoundLogger) -> None:
+    def __init__(self, url: str, keys: RedisKeys, board: PendingWrites, log: FilteringBoundLogger) -> None:
         super().__init__(name="registry", daemon=True)
         self.connected = False
         self._url, self._board, self._log = url, board, log
@@ -116,7 +116,7 @@ class _Told:
 class _Session:
     """Connections to one store, one after the other, and what is known of the store across them."""
 
-    def __init__(self, url: str, keys: Keys) -> None:
+    def __init__(self, url: str, keys: RedisKeys) -> None:
         self._url, self._keys = url, keys
         self._client: Any = None
         self._told = _Told()
@@ -146,7 +146,7 @@ class _Session:
             self._client.close()
             self._client = None
 
-    def write(self, board: Board, *, full: bool) -> list[str]:
+    def write(self, board: PendingWrites, *, full: bool) -> list[str]:
         """One transaction; returns the keys that had vanished since they were confirmed (and are there again)."""
         batch = board.take(full=full)
         try:

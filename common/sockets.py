@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from .auth_keys import Key
 from .config import DEFAULT_PORT, MESSAGE_BYTES
+from .connection_monitor import ConnectionMonitor, Refusal
 from .errors import Malformed, SettingError
-from .handshakes import Handshakes, Refusal
-from .keys import Key
-from .limits import check_room
-from .names import Place
+from .host_lookup import HostWatch
+from .system_limits import check_room
 from .wire import MAX_COUNT, Message, decode, encode
 
 Socket = zmq.Socket[bytes]
@@ -45,7 +45,7 @@ UNNUMBERED = frozenset({"welcome", "keyframe"})
 SENDERS_REMEMBERED = 65_536
 """Receivers count gaps of so many (sender, kind); the one not heard for longest is forgotten, if names are invented."""
 REJECTED_A_CALL = 64
-"""`Downlink.receive` skips so many malformed messages at a time, so that a flood of them cannot hold its caller."""
+"""`SubscribeSocket.receive` skips so many malformed messages at a time: a flood of them cannot hold its caller."""
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"
 LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST_PATTERN = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(\.{LABEL})*")
@@ -148,7 +148,7 @@ def check_sockets(who: str, sockets: int, *, io_threads: int = 1, threads: int =
     check_room(who, files=files, threads=1 + io_threads + threads)
 
 
-class Line:
+class BrokerConnection:
     """What sending and receiving sockets share: a connection to the broker, and what becomes of it.
 
     It goes over IPv4 where the host has such an address, else over IPv6: libzmq tries one address only, and with IPv6
@@ -160,8 +160,8 @@ class Line:
         self.socket = socket
         if key is not None:
             show_key(socket, key)
-        self._handshakes = Handshakes(context, socket, endpoint, keyed=key is not None)
-        self._place = Place(urlsplit(endpoint).hostname or "")
+        self._handshakes = ConnectionMonitor(context, socket, endpoint, keyed=key is not None)
+        self._place = HostWatch(urlsplit(endpoint).hostname or "")
         self._family = self._place.family(RESOLVE_SECONDS)
         socket.setsockopt(zmq.IPV6, self._family == network.AF_INET6)
         socket.connect(endpoint)
@@ -193,18 +193,18 @@ class Line:
         self.socket.close()
 
 
-def refusal_of(lines: Iterable[Line], broker: str, key: Path | None) -> str:
+def refusal_of(lines: Iterable[BrokerConnection], broker: str, key: Path | None) -> str:
     """Why the broker does not let one of `lines` in, in a sentence; "" if it lets all in, or is not there."""
     return next((line.refusal.told(broker, key) for line in lines if line.refusal is not None), "")
 
 
-def unresolved_of(lines: Iterable[Line]) -> str:
+def unresolved_of(lines: Iterable[BrokerConnection]) -> str:
     """Why the broker cannot be looked for at all, in a sentence; "" if it can."""
     return next((line.unresolved for line in lines if line.unresolved), "")
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------
-class Uplink(Line):
+class PublishSocket(BrokerConnection):
     """Publishes to one plane of the broker, and knows whether the broker is listening.
 
     An XPUB instead of a PUB: it hands over the broker's own subscription, which proves that what is sent from now on
@@ -266,7 +266,7 @@ def is_immutable(buffer: bytes | memoryview) -> bool:
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
-class Downlink(Line):
+class SubscribeSocket(BrokerConnection):
     """Receives from one plane of the broker what was subscribed to, checked, and counts what is missing."""
 
     def __init__(

@@ -440,7 +440,7 @@ class Buffers(Chunked):
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
     digest: str = _f(_digest)
-    """sha256 (hex) of the whole payload, which is as `common.static_part` has it."""
+    """sha256 (hex) of the whole payload, which is as `common.static_tensors` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

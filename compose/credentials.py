@@ -14,8 +14,8 @@ import os
 import secrets
 from pathlib import Path
 
+from ..common.auth_keys import ROLES, Key, KeyRing, Role, new_key, revoke
 from ..common.errors import SettingError
-from ..common.keys import ROLES, Key, KeyRing, Role, new_key, revoke
 
 REDIS_CONF = """\
 # Written by `diloco keys init` at each start.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import zmq
 
+from ..common.auth_keys import held_key, run_of
 from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
-from ..common.holding import held_key, run_of
 from ..common.log import get_logger
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, check_sockets, refusal_of, unresolved_of
+from ..common.sockets import CONTROL_MESSAGES, Address, SubscribeSocket, check_sockets, refusal_of, unresolved_of
 from ..common.wire import Beat, beat_topic
 
 log = get_logger("learner")
@@ -36,7 +36,7 @@ def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Pa
     run = run_of(held, run, key)
     check_sockets("looking for a run", 1)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
-        downlink = Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held)
+        downlink = SubscribeSocket(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held)
         try:
             downlink.subscribe(beat_topic(run))
             heard = _listen(downlink, address, run, timeout_seconds, key)
@@ -47,7 +47,9 @@ def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Pa
     return next(iter(heard.values()))
 
 
-def _listen(downlink: Downlink, address: str, run: str, timeout_seconds: float, key: Path | None) -> dict[str, Beat]:
+def _listen(
+    downlink: SubscribeSocket, address: str, run: str, timeout_seconds: float, key: Path | None
+) -> dict[str, Beat]:
     start = time.monotonic()
     until, said_at = start + timeout_seconds, start
     heard: dict[str, Beat] = {}
@@ -86,7 +88,7 @@ def other_version(rejected: Counter[str]) -> str:
     return " (only one of another version is heard: install the same on both sides)" if rejected["protocol"] else ""
 
 
-def _hindrance(downlink: Downlink, address: str, key: Path | None) -> str:
+def _hindrance(downlink: SubscribeSocket, address: str, key: Path | None) -> str:
     return refusal_of([downlink], address, key) or unresolved_of([downlink])
 
 

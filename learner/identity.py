@@ -17,7 +17,7 @@ from ..common.config import MESSAGE_BYTES
 from ..common.errors import DilocoError, Malformed, SettingError
 from ..common.fragments import Layout
 from ..common.wire import HEADER_BYTES, MAX_COUNT, Hello, decode, encode, pack_layout, unpack_layout
-from .inventory import Entry
+from .model_layout import Entry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,29 +12,29 @@ from collections.abc import Callable
 import torch
 import zmq
 
+from ..common.auth_keys import held_key
 from ..common.config import LearnerConfig
 from ..common.errors import DilocoError
 from ..common.fragments import Plan
-from ..common.holding import held_key
-from ..common.limits import limit_of
 from ..common.log import get_logger
 from ..common.sockets import (
     CONTROL_MESSAGES,
     Address,
-    Downlink,
-    Line,
-    Uplink,
+    BrokerConnection,
+    PublishSocket,
+    SubscribeSocket,
     Waker,
     check_sockets,
     refusal_of,
     unresolved_of,
 )
+from ..common.system_limits import limit_of
 from ..common.wire import Plane, beat_topic, prefix
-from .conversation import Conversation
-from .desk import Desk
+from .core import LearnerCore
 from .identity import Identity
-from .reports import Traffic
-from .seeding import Seeding, SeedSource
+from .join_protocol import SeedSender, SeedSource
+from .mailbox import Mailbox
+from .status_messages import ByteCounts
 
 log = get_logger("learner")
 
@@ -58,7 +58,7 @@ class Link:
         self,
         config: LearnerConfig,
         me: Identity,
-        desk: Desk,
+        desk: Mailbox,
         source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
         """LimitReached if this process may not open its sockets or start its threads."""
@@ -66,7 +66,7 @@ class Link:
         self.config, self.me, self.desk = config, me, desk
         self._key = held_key(config.key)
         self.address = Address.parse(config.broker)
-        self.conversation = Conversation(config, me, desk, Seeding(me, source))
+        self.conversation = LearnerCore(config, me, desk, SeedSender(me, source))
         self._waker = Waker()
         self._wants_keyframes = False
         self._abandoned = False
@@ -128,18 +128,20 @@ class Link:
         """Open the sockets (they belong to this thread), go round, close them; what was sent goes out for a while."""
         talk = self.conversation
         down = {
-            Plane.CONTROL: Downlink(
+            Plane.CONTROL: SubscribeSocket(
                 context, self.address.control_out, hwm_messages=CONTROL_MESSAGES, key=self._key,
                 on_malformed=lambda _, wrong: talk.malformed(wrong),
             ),
-            Plane.BULK: Downlink(
+            Plane.BULK: SubscribeSocket(
                 context, self.address.bulk_out, hwm_messages=DOWN_MESSAGES, key=self._key,
                 on_malformed=lambda _, wrong: talk.malformed(wrong),
             ),
         }  # fmt: skip
         up = {
-            Plane.CONTROL: Uplink(context, self.address.control_in, hwm_messages=CONTROL_MESSAGES, key=self._key),
-            Plane.BULK: Uplink(context, self.address.bulk_in, hwm_messages=UP_MESSAGES, key=self._key),
+            Plane.CONTROL: PublishSocket(
+                context, self.address.control_in, hwm_messages=CONTROL_MESSAGES, key=self._key
+            ),
+            Plane.BULK: PublishSocket(context, self.address.bulk_in, hwm_messages=UP_MESSAGES, key=self._key),
         }
         poller = zmq.Poller()
         for socket in [*(d.socket for d in down.values()), *(u.socket for u in up.values()), self._waker.socket]:
@@ -158,7 +160,7 @@ class Link:
             for uplink in up.values():
                 uplink.close()
 
-    def _look(self, lines: list[Line]) -> None:
+    def _look(self, lines: list[BrokerConnection]) -> None:
         """Note whether the broker refuses this learner or cannot be found, and say so when that changes."""
         for line in lines:
             line.look()
@@ -168,7 +170,7 @@ class Link:
             log.warning("broker_refuses" if refusal else "host_unresolved", learner=self.me.name, sentence=hindrance)
         self.desk.refusal = hindrance
 
-    def _subscribe(self, down: dict[Plane, Downlink]) -> None:
+    def _subscribe(self, down: dict[Plane, SubscribeSocket]) -> None:
         run = self.config.run
         down[Plane.CONTROL].subscribe(beat_topic(run))
         down[Plane.CONTROL].subscribe(prefix(run, "call"))
@@ -176,7 +178,7 @@ class Link:
         down[Plane.BULK].subscribe(beat_topic(run))
         down[Plane.BULK].subscribe(prefix(run, "fragment"))
 
-    def _hear(self, down: dict[Plane, Downlink]) -> None:
+    def _hear(self, down: dict[Plane, SubscribeSocket]) -> None:
         for plane, downlink in down.items():
             for _ in range(BATCH):
                 message = downlink.receive()
@@ -190,11 +192,11 @@ class Link:
             change = down[Plane.BULK].subscribe if wants else down[Plane.BULK].unsubscribe
             change(prefix(self.config.run, "keyframe"))
 
-    def _say(self, up: dict[Plane, Uplink], down: dict[Plane, Downlink]) -> None:
+    def _say(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket]) -> None:
         talk, now = self.conversation, time.monotonic()
         for uplink in up.values():
             uplink.read_subscriptions()
-        traffic = Traffic(
+        traffic = ByteCounts(
             bytes_up=sum(u.bytes_sent for u in up.values()),
             bytes_down=sum(d.bytes_received for d in down.values()),
             gaps=sum(d.gaps for d in down.values()),

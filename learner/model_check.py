@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..common.errors import SettingError
-from .inventory import WHOLE_SECONDS, Entry, named_tensors
+from .model_layout import WHOLE_SECONDS, Entry, named_tensors
 
 IN_TURN = 4
 """Parameters that each step looks at, one after the other."""

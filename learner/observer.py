@@ -13,14 +13,14 @@ from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError
 from ..common.fragments import Plan
 from ..common.wire import Beat
-from .desk import Desk
 from .discover import discover
 from .identity import Owner, identify, layout_to_send
-from .inventory import inventory
-from .joining import await_joined, member
+from .join_wait import await_joined, member
 from .link import Link
-from .pace import Progress
+from .mailbox import Mailbox
+from .model_layout import inventory
 from .replica import Replica, outside_inference_mode
+from .timing import Progress
 
 __all__ = ["Observer", "discover"]
 
@@ -51,7 +51,7 @@ class Observer:
         entries = inventory(model)
         layout = layout_to_send(entries)
         config = member(address, run, name, key, ("observer", "learner"), join_timeout_seconds=join_timeout_seconds)
-        self._desk = Desk()
+        self._desk = Mailbox()
         self._link = Link(config, identify(config.run, config.name, entries, layout, observer=True), self._desk)
         joined = await_joined(self._link)
         self.plan: Plan = joined.plan

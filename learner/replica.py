@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..common.errors import Malformed
 from ..common.fragments import Fragment, Plan
-from .inventory import DTYPE_OF, Entry, inventory, layout_of
+from .model_layout import DTYPE_OF, Entry, inventory, layout_of
 
 __all__ = ["Replica", "anchor", "close_holes", "layout_of", "outside_inference_mode", "views"]
 

@@ -20,20 +20,20 @@ from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
 from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
 from ..common.wire import MAX_COUNT, Call
-from .books import Books
-from .checks import Checks
-from .conversation import HURRY_SECONDS, LEAVE_SECONDS
-from .desk import Boundary, Counters, Desk, Joined
-from .exchange import Exchange
-from .health import LossWatch, StickCheck, heal_moments, moments_of
+from .boundary import ModelExchange
+from .core import HURRY_SECONDS, LEAVE_SECONDS
+from .counters import Counters
 from .identity import Identity, Owner, identify, layout_to_send
-from .inventory import Optimizers, as_list, inventory, live_buffers
-from .joining import await_joined, member
+from .join_wait import await_joined, member
+from .journal import LearnerJournal
 from .link import Link
-from .pace import Pace, Progress
+from .mailbox import Boundary, Joined, Mailbox, TrainingStatus
+from .model_layout import Optimizers, as_list, inventory, live_buffers
 from .replica import Replica, outside_inference_mode
-from .static_part import Moved, StaticPart, own_statistics
-from .taping import Tape
+from .static_tensors import Moved, StaticPart, own_statistics
+from .step_checks import StepChecks
+from .timing import Progress, StepTimer
+from .training_checks import AdoptionCheck, LossWatch, heal_moments, moments_of
 
 log = get_logger("learner")
 
@@ -49,12 +49,12 @@ GRACE_SECONDS = 3.0
 """What closing may take beyond the waiting for answers: the sockets' linger time."""
 
 
-class Way(Protocol):
+class SessionLink(Protocol):
     """What a session needs of the way to its run: a Link, or a simulator's own."""
 
     config: LearnerConfig
     me: Identity
-    desk: Desk
+    desk: Mailbox
 
     def wake(self) -> None:
         """Something lies on the desk."""
@@ -119,7 +119,7 @@ def join(
         tape=None if tape is None else Path(tape),
     )  # fmt: skip
     me = identify(config.run, config.name, entries, layout, data_hash=data_hash)
-    link = Link(config, me, Desk(), lambda plan: Replica(model, plan, masters))
+    link = Link(config, me, Mailbox(), lambda plan: Replica(model, plan, masters))
     joined = await_joined(link)
     replica = Replica(model, joined.plan, masters)
     try:
@@ -136,10 +136,10 @@ def join(
 class Session:
     """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
 
-    exchange_kind: type[Exchange] = Exchange
+    exchange_kind: type[ModelExchange] = ModelExchange
     """How it adopts and captures; a simulator may put another rule in its place."""
 
-    def __init__(self, link: Way, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
+    def __init__(self, link: SessionLink, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
         self.name, self.incarnation, self.run = link.me.name, link.me.incarnation, link.me.run
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
@@ -148,8 +148,8 @@ class Session:
         """The run is over, and the model holds the final global weights."""
         self._owner = Owner(f"session of {self.name}")
         self._link, self._desk, self._replica = link, link.desk, replica
-        self._tape = Tape.of(link.config.tape, link.me, joined)
-        self._books = Books(link.me.pair, joined.plan.P)
+        self._tape = LearnerJournal.of(link.config.tape, link.me, joined)
+        self._books = Counters(link.me.pair, joined.plan.P)
         self._exchange = self.exchange_kind(link.desk, joined, replica, self._books)
         self._losses = LossWatch()
         self._without_moments = joined.t > 0 and not any(moments_of(o) for o in as_list(optimizer))
@@ -158,7 +158,7 @@ class Session:
         self._closed = False
         self._looking = False
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
-        self._stick: StickCheck | None = StickCheck(replica.source(largest))
+        self._stick: AdoptionCheck | None = AdoptionCheck(replica.source(largest))
         own = () if self._desk.final else own_statistics(replica)
         if own:
             log.info("statistics_kept", learner=self.name, buffers=len(own), first=own[0])
@@ -167,14 +167,14 @@ class Session:
         self._static: StaticPart | None = None  # a learner of a finished run has trained nothing
         if not self._desk.final:
             self._static = StaticPart(self.plan.layout, replica.static_tensors())
-        self._checks = Checks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
+        self._checks = StepChecks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
         waits = self._desk.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
             self._adopt(waits)
             self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset)
         self._stick.adopted()
         self._checks.left()
-        self._pace = Pace(time.monotonic())
+        self._pace = StepTimer(time.monotonic())
         self._report()
 
     # --- what a training loop calls ----------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Session:
 
     def _report(self) -> None:
         pace = self._pace
-        self._desk.counters = Counters(
+        self._desk.counters = TrainingStatus(
             books=self._books.now,
             step_seconds=pace.step_seconds,
             last_step_at=pace.last_step_at,

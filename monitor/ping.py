@@ -9,10 +9,18 @@ from pathlib import Path
 
 import zmq
 
+from ..common.auth_keys import held_key, run_of
 from ..common.config import check_name
 from ..common.errors import PeerLost, SettingError
-from ..common.holding import held_key, run_of
-from ..common.sockets import CONTROL_MESSAGES, Address, Downlink, Uplink, check_sockets, refusal_of, unresolved_of
+from ..common.sockets import (
+    CONTROL_MESSAGES,
+    Address,
+    PublishSocket,
+    SubscribeSocket,
+    check_sockets,
+    refusal_of,
+    unresolved_of,
+)
 from ..common.wire import MAX_COUNT, Beat, Ping, Plane, beat_topic, prefix
 
 EVERY_SECONDS = 0.1
@@ -38,12 +46,12 @@ def ping(
     check_sockets("a ping", 4)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
         up = {
-            Plane.CONTROL: Uplink(context, place.control_in, hwm_messages=CONTROL_MESSAGES, key=held),
-            Plane.BULK: Uplink(context, place.bulk_in, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.CONTROL: PublishSocket(context, place.control_in, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.BULK: PublishSocket(context, place.bulk_in, hwm_messages=CONTROL_MESSAGES, key=held),
         }
         down = {
-            Plane.CONTROL: Downlink(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held),
-            Plane.BULK: Downlink(context, place.bulk_out, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.CONTROL: SubscribeSocket(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.BULK: SubscribeSocket(context, place.bulk_out, hwm_messages=CONTROL_MESSAGES, key=held),
         }
         name = held.name if held is not None else f"ping-{secrets.token_hex(4)}"
         trip = RoundTrip(up, down, run or "ping", name)
@@ -70,7 +78,7 @@ def _wait(trip: RoundTrip, *, wants_beat: bool, seconds: float) -> None:
 class RoundTrip:
     """Pings on both planes, each until the first one is back."""
 
-    def __init__(self, up: dict[Plane, Uplink], down: dict[Plane, Downlink], run: str, name: str) -> None:
+    def __init__(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket], run: str, name: str) -> None:
         self.up, self.down, self.run, self.name = up, down, run, name
         self.seconds: dict[Plane, float] = {}
         self.beat: Beat | None = None

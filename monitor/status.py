@@ -13,8 +13,8 @@ from typing import Any
 from ..common.errors import DilocoError, SettingError
 from ..common.printable import printable
 from ..common.registry import list_runs, read_status
-from .folder import RunFolder, all_runs, find
-from .outcome import REPORTED_PART, outcome
+from ..common.run_folder import RunFolder, all_runs, find
+from .run_figures import REPORTED_PART, run_figures
 
 TRAINING = ("running", "draining", "stopping", "finished")
 """States in which the store has the run's step and tokens."""
@@ -29,7 +29,7 @@ SILENT = "the step is the last checkpoint's: it ended without a last word; go on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Now:
+class RunStatus:
     """A run at one moment. What is not known (yet) is None or empty."""
 
     run: str
@@ -92,7 +92,7 @@ class Now:
         """What `diloco status --json` tells: the keys of `diloco up --json`, the state, and process ids."""
         summary = {**self.figures_so_far, "run": self.run, "t": self.t, "learners": self.learners}
         asked = self.asked or [row["name"] for row in self.learners]
-        told = outcome(summary, asked=asked, faults=self.faults, evaluations=self.evaluations)
+        told = run_figures(summary, asked=asked, faults=self.faults, evaluations=self.evaluations)
         more = {
             "state": self.state,
             "steps_total": self.steps,
@@ -112,11 +112,11 @@ class Source:
         self.run = run
         self._url = url
         self._folder = folder
-        self._last = Now(run=run, state="starting")
+        self._last = RunStatus(run=run, state="starting")
         self._seen: deque[tuple[float, int, int]] = deque()
         """(seconds, global step, tokens reported) of the last readings."""
 
-    def read(self) -> Now:
+    def read(self) -> RunStatus:
         """The run now; the last reading, with `trouble` set, where the store does not answer."""
         local = self._local()
         if self._folder is not None and not self._folder.is_up():
@@ -124,7 +124,7 @@ class Source:
         try:
             stored = read_status(self._url, self.run)
         except DilocoError as wrong:
-            return Now(**{**vars(self._last), **local, "trouble": str(wrong)})
+            return RunStatus(**{**vars(self._last), **local, "trouble": str(wrong)})
         self._last = self._from_store(stored, local)
         return self._last
 
@@ -140,7 +140,7 @@ class Source:
             "processes": told.get("processes", {}) if self._folder.is_up() else {},
         }
 
-    def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> Now:
+    def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> RunStatus:
         row = stored["run"]
         t, steps = int(row.get("step", 0)), int(row.get("steps_total", 0))
         learners = [
@@ -153,7 +153,7 @@ class Source:
         rate, pace = None, None
         if row.get("state") in TRAINING:  # before, the step is 0 also in a run that goes on: the leap is no pace
             rate, pace = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
-        return Now(
+        return RunStatus(
             run=self.run,
             state=row.get("state", "starting"),
             t=t,
@@ -177,7 +177,7 @@ class Source:
             return (tokens / seconds, t / seconds) if seconds and t else (None, None)
         return (tokens - tokens_then) / (now - began), (t - t_then) / (now - began)
 
-    def _ended(self, local: Mapping[str, Any]) -> Now:
+    def _ended(self, local: Mapping[str, Any]) -> RunStatus:
         """From the folder of a run that is not up."""
         if self._folder is None:
             raise SettingError(f"nothing is known of run {self.run}")
@@ -185,7 +185,7 @@ class Source:
         if served or not summary:
             summary = {"t": self._folder.saved_step() or 0, "state": "running" if served else "stopped"}
             summary["saved_at"] = self._folder.saved_at()
-        return Now(
+        return RunStatus(
             run=self.run,
             state=summary["state"],
             t=summary["t"],

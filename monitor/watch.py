@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..common.output import stdout_failure
 from .console import PlainConsole, styled
-from .status import Now, Source
+from .status import RunStatus, Source
 
 LINE_SECONDS = 10.0
 """Between two plain lines."""
@@ -31,7 +31,7 @@ STATES = {"live": "green", "stalled": "yellow", "lost": "red", "left": "dim"}
 class Display(Protocol):
     """Shows a run while it goes on."""
 
-    def show(self, now: Now) -> None: ...
+    def show(self, now: RunStatus) -> None: ...
     def note(self, sentence: str) -> None: ...
     def close(self) -> None: ...
 
@@ -50,7 +50,7 @@ class LiveDisplay:
         self._live = Live(self._picture, console=console, auto_refresh=False)
         self._live.start()
 
-    def show(self, now: Now) -> None:
+    def show(self, now: RunStatus) -> None:
         self._picture = picture(now)
         self._draw()
 
@@ -74,7 +74,7 @@ class PlainDisplay:
         self._told_at = -LINE_SECONDS
         self._state = ("", False)
 
-    def show(self, now: Now) -> None:
+    def show(self, now: RunStatus) -> None:
         moment = time.monotonic()
         state = now.state, bool(now.blocked)
         if moment - self._told_at >= LINE_SECONDS or state != self._state:
@@ -103,7 +103,7 @@ def follow(source: Source) -> int:
     return 0
 
 
-def line(now: Now) -> str:
+def line(now: RunStatus) -> str:
     """The run in one plain line."""
     if not now.steps:
         return f"{now.run} is starting"
@@ -119,7 +119,7 @@ def line(now: Now) -> str:
     return ", ".join(parts) + "".join(f" ({trouble})" for trouble in now.troubles)
 
 
-def picture(now: Now) -> RenderableType:
+def picture(now: RunStatus) -> RenderableType:
     """The run as a bar, one line of figures, and its learners."""
     if not now.steps:
         return styled(f"{now.run} is starting")
@@ -141,7 +141,7 @@ def picture(now: Now) -> RenderableType:
     return Group(bar, row, *warnings, *([_learners(now)] if now.learners else []))
 
 
-def _warnings(now: Now) -> list[str]:
+def _warnings(now: RunStatus) -> list[str]:
     """What is amiss, the quorum where that alone is known, and whose messages are rejected."""
     below = "met" if now.state in OVER or now.blocked else now.figures_so_far.get("quorum_state", "met")
     quorum = [] if below == "met" else [f"quorum: {below}"]
@@ -149,7 +149,7 @@ def _warnings(now: Now) -> list[str]:
     return [*now.troubles, *quorum, *rejected[:REJECTED_ROWS]]
 
 
-def table(now: Now) -> RenderableType:
+def table(now: RunStatus) -> RenderableType:
     """The run with all its figures, as `diloco status` shows it."""
     figures = Table.grid(padding=(0, 2))
     for name, value in now.figures().items():
@@ -161,7 +161,7 @@ def table(now: Now) -> RenderableType:
     return Group(picture(now), figures, *([Text.assemble("processes: ", pids)] if now.processes else []))
 
 
-def _learners(now: Now) -> Table:
+def _learners(now: RunStatus) -> Table:
     rows = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     rows.add_column("learner")
     rows.add_column("state")

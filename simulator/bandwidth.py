@@ -26,7 +26,7 @@ from ..common.wire import (
     chunk_count,
     encode,
 )
-from .settings import Link
+from .settings import LinkModel
 
 Method = Literal["data-parallel", "diloco", "streaming", "decoupled"]
 METHODS: tuple[Method, ...] = ("data-parallel", "diloco", "streaming", "decoupled")
@@ -59,7 +59,7 @@ def ring_bits(params: float, bits: float, sites: int) -> float:
     return params * bits * 2 * (sites - 1) / sites
 
 
-def published(link: Link, method: Method, bits: float) -> float:
+def published(link: LinkModel, method: Method, bits: float) -> float:
     """Gbit/s by the paper's model, for gradients of `bits` bits (data-parallel sends bf16 whatever is asked).
 
     data-parallel: V / (e + 2/3 T). diloco: all at once each H steps, nothing hidden: V / (H e). streaming: a fragment
@@ -155,7 +155,7 @@ def traffic(settings: RunSettings, lengths: Sequence[int], learners: int, task: 
     )
 
 
-def this_system(link: Link) -> dict[str, float]:
+def this_system(link: LinkModel) -> dict[str, float]:
     """Gbit/s that each direction of a learner's link, and of the syncer's, needs: one learner a site, all contribute.
 
     A fragment's transfer may hide behind `overlap` steps and wait for what utilization leaves; links carry both
@@ -189,7 +189,7 @@ def table_13() -> list[dict[str, Any]]:
     cells = []
     for (seconds, sites, what), row in TABLE_13.items():
         for utilization, paper in zip(UTILIZATIONS, row, strict=True):
-            link = Link(step_seconds=seconds, sites=sites, utilization=utilization)
+            link = LinkModel(step_seconds=seconds, sites=sites, utilization=utilization)
             method: Method = "data-parallel" if what == "data-parallel" else "decoupled"
             ours = published(link, method, BITS.get(what, 16))
             cells.append({"step_seconds": seconds, "sites": sites, "method": method, "bits": BITS.get(what, 16),

@@ -40,7 +40,7 @@ class Absence:
     share: float
 
 
-class Group:
+class ChipGroup:
     """Chips that step together. Memory is O(return time / step time), whatever the number of chips."""
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .failures import Absence, Group, Stretch, days, site_outages
+from .failures import Absence, ChipGroup, Stretch, days, site_outages
 from .settings import FailureModel, GoodputPlan
 
 System = Literal["rigid", "elastic", "decoupled"]
@@ -31,14 +31,16 @@ TABLE_1: dict[tuple[System, int], tuple[tuple[int, int], ...]] = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GoodputOutcome:
     """Shares from 0 to 1."""
 
     goodput: float
     uptime: float
 
 
-def simulate(system: System, learners: int, chips: int, model: FailureModel, *, steps: int, seed: int) -> Outcome:
+def simulate(
+    system: System, learners: int, chips: int, model: FailureModel, *, steps: int, seed: int
+) -> GoodputOutcome:
     """One run as long as `steps` inner steps. Data-parallel systems are one group, whatever `learners` says."""
     groups = learners if system == "decoupled" else 1
     seconds = steps * model.step_seconds
@@ -46,11 +48,11 @@ def simulate(system: System, learners: int, chips: int, model: FailureModel, *, 
     for number in range(groups):
         rng = np.random.default_rng((seed, 0, number))
         absences = list(absences_of(model, number, groups, seconds, seed))
-        group = Group(model, chips / groups, rng, absences, elastic=system != "rigid")
+        group = ChipGroup(model, chips / groups, rng, absences, elastic=system != "rigid")
         busy = _joined(group.life(seconds), seconds)
         lives.append(busy.intervals)
         useful += busy.useful_seconds
-    return Outcome(useful / (groups * seconds), _union(lives) / seconds)
+    return GoodputOutcome(useful / (groups * seconds), _union(lives) / seconds)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def outages(model: FailureModel, plan: GoodputPlan) -> int:
     return sum(len(site_outages(model, site, seconds, plan.seed)) for site in range(model.sites))
 
 
-def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, Outcome]:
+def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, GoodputOutcome]:
     """The three systems on the same chips."""
     model.check_slices(plan.chips, plan.learners)
     systems: tuple[System, ...] = ("rigid", "elastic", "decoupled")

@@ -20,19 +20,19 @@ from ..common.codec import digest
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Plan
-from ..common.tape import BROKEN, Row, Tape, TapeFile
+from ..common.journal import BROKEN, JournalFile, Row, RunJournal
 from ..common.wire import Call
-from ..learner.desk import Joined
-from ..learner.follower import Public
-from ..learner.pace import Progress
-from ..learner.text import Corpus, load_corpus
-from ..syncer.figures import Figures
-from ..syncer.merging import merge_answers
-from ..syncer.parts import Served
-from ..syncer.recording import ANSWER, Replayed
+from ..learner.mailbox import Joined
+from ..learner.public_model import PublicFragment
+from ..learner.task.text import Corpus, load_corpus
+from ..learner.timing import Progress
+from ..syncer.journal import ANSWER, ReplayedRounds
+from ..syncer.metrics import RunMetrics
+from ..syncer.publish import merge_answers
 from ..syncer.rounds import Answer, Called
-from .trained import version_zero
-from .trainee import Trainee
+from ..syncer.run_state import Served
+from .real_training import version_zero
+from .virtual_learner import VirtualLearner
 
 MOST_THREADS = 1024
 Answered = tuple[str, int, int, int]
@@ -52,7 +52,7 @@ class Verdict:
     """The tape has the run's end."""
 
 
-def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
+def replay(tape: RunJournal, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
     """Take every decision again and train everything anew. SettingError, naming the line, at the first difference."""
     try:
         return _Replay(tape, data, said).run()
@@ -60,9 +60,9 @@ def replay(tape: Tape, data: Path | None, said: Callable[[int], None] = lambda _
         raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({wrong!r})") from wrong
 
 
-def replay_decisions(tape: Tape) -> Verdict:
+def replay_decisions(tape: RunJournal) -> Verdict:
     """Take every decision again, without a model. SettingError, naming the line, at the first that differs."""
-    again, decisions, merges = Replayed(tape.syncer), 0, 0
+    again, decisions, merges = ReplayedRounds(tape.syncer), 0, 0
     for number, row in enumerate(tape.syncer.rows, 2):
         actions = again.take(number, row)
         decisions += len(actions) if row["what"] == "tick" else 0
@@ -73,9 +73,9 @@ def replay_decisions(tape: Tape) -> Verdict:
 class _Replay:
     """The global model, made again merge by merge."""
 
-    def __init__(self, tape: Tape, data: Path | None, said: Callable[[int], None]) -> None:
+    def __init__(self, tape: RunJournal, data: Path | None, said: Callable[[int], None]) -> None:
         self._tape, self._said = tape, said
-        self._again = Replayed(tape.syncer)
+        self._again = ReplayedRounds(tape.syncer)
         settings, task = self._again.settings, _task(tape.syncer)
         corpus = load_corpus(data, task.sequence_length)
         if tape.syncer["data_hash"] not in ("", corpus.sha256):
@@ -89,11 +89,11 @@ class _Replay:
                 "version, or changed"
             )
         rounds = self._again.rounds
-        self._served = Served(state, rounds, Figures(plan.parameters, rounds.schedule.steps_between))
+        self._served = Served(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
         epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)
         self._world = _World(settings, task, corpus, plan, state.static, epoch, wanted, _uses(tape))
         for p, vector in enumerate(state.public):
-            self._world.made(p, Public(0, vector, digest(vector)))
+            self._world.made(p, PublicFragment(0, vector, digest(vector)))
         self._lives: dict[tuple[str, int], _Life] = {}
 
     def run(self) -> Verdict:
@@ -167,7 +167,7 @@ class _Replay:
                 f"has other bits here than on the tape{self._torch()}"
             )
         # the screen is told no norm, so it judges nothing: refusals stand on no tape, and what was usual rests on them
-        public = Public(
+        public = PublicFragment(
             merged.version, served.state.public[merge.call.fragment], merged.digest, merge.contributors
         )  # fmt: skip
         self._world.made(merge.call.fragment, public)
@@ -208,13 +208,13 @@ class _World:
     """Of (fragment, version): how often some life still takes it."""
     calls: dict[tuple[int, int], Call] = field(default_factory=dict)
     """By (slot, attempt)."""
-    _public: dict[tuple[int, int], Public] = field(default_factory=dict)
+    _public: dict[tuple[int, int], PublicFragment] = field(default_factory=dict)
 
-    def made(self, fragment: int, public: Public) -> None:
+    def made(self, fragment: int, public: PublicFragment) -> None:
         if self.uses[fragment, public.version]:
             self._public[fragment, public.version] = public
 
-    def public(self, fragment: int, version: int) -> Public:
+    def public(self, fragment: int, version: int) -> PublicFragment:
         """KeyError if it was not made yet: no learner can have adopted it."""
         taken = self._public[fragment, version]
         self.uses[fragment, version] -= 1
@@ -226,7 +226,7 @@ class _World:
 class _Life:
     """One life of a learner, done again as far as somebody needs it."""
 
-    def __init__(self, file: TapeFile, world: _World) -> None:
+    def __init__(self, file: JournalFile, world: _World) -> None:
         if file["epoch"] != world.epoch:
             raise SettingError(f"{file.path} belongs to epoch {file['epoch']}, not to {world.epoch} as the syncer's")
         if file["data_hash"] != world.corpus.sha256:
@@ -237,7 +237,7 @@ class _Life:
         whole = tuple(self._taken(1, p, v) for p, v in enumerate(file["versions"]))
         joined = Joined(world.plan, world.settings, world.task, world.epoch, file["t"], whole, world.static)
         first = file.rows[0].get("adopted", ()) if file.rows and file.rows[0].get("steps") == 0 else ()
-        self._trainee = Trainee(
+        self._trainee = VirtualLearner(
             joined, world.corpus, str(file["learner"]), int(file["incarnation"]),
             waits=[(p, self._taken(2, p, v)) for p, _, v, _ in first],
         )  # fmt: skip
@@ -266,7 +266,7 @@ class _Life:
                 ) from wrong
         return list(self._answers.pop(wanted))
 
-    def _taken(self, number: int, fragment: int, version: int) -> Public:
+    def _taken(self, number: int, fragment: int, version: int) -> PublicFragment:
         try:
             return self._world.public(fragment, version)
         except KeyError as wrong:
@@ -305,11 +305,11 @@ class _Life:
                 self._answers[key] = chunks
 
 
-def _complete(tape: Tape) -> bool:
+def _complete(tape: RunJournal) -> bool:
     return any(row["what"] == "end" for row in tape.syncer.rows)
 
 
-def _task(file: TapeFile) -> TaskSettings:
+def _task(file: JournalFile) -> TaskSettings:
     if file["task"] is None:
         raise SettingError(
             f"{file.path} is of a run without a model, or one whose learners bring their own; see --decisions"
@@ -320,7 +320,7 @@ def _task(file: TapeFile) -> TaskSettings:
         raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
 
 
-def _uses(tape: Tape) -> Counter[tuple[int, int]]:
+def _uses(tape: RunJournal) -> Counter[tuple[int, int]]:
     """How often each (fragment, version) is taken by some life."""
     uses: Counter[tuple[int, int]] = Counter()
     for file in tape.lives.values():
@@ -329,7 +329,7 @@ def _uses(tape: Tape) -> Counter[tuple[int, int]]:
     return uses
 
 
-def _merged_answers(file: TapeFile) -> set[Answered]:
+def _merged_answers(file: JournalFile) -> set[Answered]:
     """Every answer that some merge took."""
     attempts: dict[int, int] = {}
     found: set[Answered] = set()

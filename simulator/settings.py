@@ -177,7 +177,7 @@ class FailureModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class LinkModel:
     """What is asked: a model, a pace, and how much of the time chips are to compute."""
 
     params: float = PUBLISHED_PARAMETERS

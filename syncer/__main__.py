@@ -14,17 +14,17 @@ from ..common.log import get_logger
 from ..common.redis_client import redact_url, save_and_end
 from ..common.registry import Registry
 from ..common.signals import stop_signals
-from .lines import Lines
+from .epoch_discovery import EpochDiscovery
 from .rejections import sender_of
-from .survey import Listening
-from .telling import Teller
+from .telemetry import Telemetry
+from .transport import Transport
 
 
 def main(config: SyncerConfig) -> None:
     """Serve the run until it is over or a signal asks for a stop. DilocoError says what went wrong."""
     log = get_logger("syncer")
     run = config.settings.run
-    teller = Teller(Registry(config.redis, run, log), log, run)
+    teller = Telemetry(Registry(config.redis, run, log), log, run)
 
     def malformed(topic: bytes, wrong: Malformed) -> None:
         name, kind = sender_of(topic)
@@ -38,12 +38,12 @@ def main(config: SyncerConfig) -> None:
         else:
             log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
 
-    lines = Lines(config.broker, run, malformed, config.key)
-    listening = Listening(lines, config.listen_seconds, absent)
+    lines = Transport(config.broker, run, malformed, config.key)
+    listening = EpochDiscovery(lines, config.listen_seconds, absent)
     try:
         # Torch comes with these. It takes as long to load as `listening` has to listen anyway.
         from .loop import Syncer  # noqa: PLC0415
-        from .parts import assemble  # noqa: PLC0415
+        from .run_state import assemble  # noqa: PLC0415
 
         syncer = Syncer(assemble(config, lines, listening, teller))
         gc.freeze()  # torch's hundred thousands of objects stay for ever: no collection need look at them

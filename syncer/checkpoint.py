@@ -12,6 +12,8 @@ A folder in it is complete or not there (`folders`).
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +26,108 @@ from ..common.checkpoints import CHECKPOINT
 from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan
-from ..common.static_part import replaced
-from . import folders
-from .directory import OwnedDirectory
-from .joining import plan_for
-from .state import GlobalState, Snapshot, check_model, readable
+from ..common.printable import printable
+from ..common.static_tensors import replaced
+from . import atomic_folder
+from .admission import plan_for
+from .global_model import GlobalModel, Snapshot, check_model, readable
+
+
+class OwnedDirectory:
+    """DIRECTORY/lock is held (flock) by its owner; DIRECTORY/epoch holds one number."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock: int | None = None
+
+    @property
+    def printable(self) -> str:
+        """The directory as it can be printed anywhere, whatever its name is made of."""
+        return printable(str(self.directory))
+
+    @property
+    def is_locked(self) -> bool:
+        return self._lock is not None
+
+    def lock(self) -> None:
+        """Make the directory if need be, own it until this process ends, and clear leftovers.
+
+        SettingError, naming the directory, if another process owns it or nothing can be written there.
+        """
+        if not _is_text(self.directory):
+            raise SettingError(f"the name of {self.printable} is not valid UTF-8; give another directory")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as wrong:
+            raise self.unwritable(wrong) from wrong
+        probe = self.directory / (atomic_folder.WRITING + "probe")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            atomic_folder.clean(self.directory)
+            atomic_folder.write_file(probe, " " * 4096)
+            probe.unlink()
+        except BlockingIOError as wrong:
+            owner = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "?"
+            os.close(handle)
+            raise SettingError(
+                f"{self.printable} is in use by another syncer (process {owner}); "
+                "stop that one, or give another directory"
+            ) from wrong
+        except OSError as wrong:
+            os.close(handle)
+            raise self.unwritable(wrong) from wrong
+        self._lock = handle
+
+    def unlock(self) -> None:
+        """Let another process own the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def epoch(self) -> int:
+        """The highest epoch that was written here, 0 if none was. SettingError if the file cannot be understood."""
+        place = self.directory / "epoch"
+        try:
+            return int(place.read_text("ascii"))
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError) as wrong:
+            raise SettingError(f"{place} does not hold a number; write one above every epoch of this run") from wrong
+
+    def write_epoch(self, epoch: int) -> None:
+        """Make `epoch` durable, before its first use. ValueError if it is not above the one written; SettingError."""
+        if epoch <= self.epoch():
+            raise ValueError(f"epoch {epoch} after epoch {self.epoch()}")
+        try:
+            self.check_owned()
+            atomic_folder.write_file(self.directory / "epoch", f"{epoch}\n")
+        except OSError as wrong:
+            raise self.unwritable(wrong) from wrong
+
+    def check_owned(self) -> None:
+        """OSError unless the directory is the one that was locked, and still in its place."""
+        if self._lock is None:
+            raise OSError(f"{self.printable} is not locked by this process")
+        if not os.path.samestat(os.fstat(self._lock), (self.directory / "lock").stat()):
+            raise OSError(f"{self.printable} is another directory than the one this syncer began in")
+
+    def unwritable(self, wrong: OSError) -> SettingError:
+        return SettingError(
+            f"cannot write into {self.printable}: {wrong.strerror or wrong}; give a directory with space"
+        )
+
+
+def _is_text(place: Path) -> bool:
+    """Whether the path's bytes are UTF-8; the safetensors library opens no others."""
+    try:
+        os.fsencode(place).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
 
 KEPT = 2
 """Checkpoints that stay: the newest, and the one before in case the newest is found damaged."""
@@ -51,7 +150,7 @@ class Checkpoint:
 class Restored:
     """A run as it stands on disk."""
 
-    state: GlobalState
+    state: GlobalModel
     bookkeeping: dict[str, Any] | None
     """None: no checkpoint yet, the state is version 0."""
     warnings: tuple[str, ...] = ()
@@ -92,7 +191,7 @@ class Checkpoints(OwnedDirectory):
         state = {"run": settings.run, "plan_digest": plan.digest, "layout": layout.to_wire(), "P": plan.P}
         try:
             self.check_owned()
-            folders.write_folder(self.directory / VERSION_ZERO, tensors, state)
+            atomic_folder.write_folder(self.directory / VERSION_ZERO, tensors, state)
         except OSError as wrong:
             if self.is_seeded():
                 raise self._seeded() from wrong
@@ -114,7 +213,7 @@ class Checkpoints(OwnedDirectory):
         if not self.is_seeded():
             return None
         try:
-            tensors, state = folders.read_folder(self.directory / VERSION_ZERO)
+            tensors, state = atomic_folder.read_folder(self.directory / VERSION_ZERO)
             return _VersionZero(
                 run=state["run"],
                 plan_digest=state["plan_digest"],
@@ -130,7 +229,7 @@ class Checkpoints(OwnedDirectory):
 
     def initial(self, fragment: int) -> memoryview:
         """Raw f32 bytes of one fragment's version 0, read from disk. Malformed if it cannot be read."""
-        return readable(folders.read_tensor(self.directory / VERSION_ZERO, f"public.{fragment}"))
+        return readable(atomic_folder.read_tensor(self.directory / VERSION_ZERO, f"public.{fragment}"))
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def save(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any]) -> tuple[int, int]:
@@ -148,9 +247,9 @@ class Checkpoints(OwnedDirectory):
             "versions": list(snapshot.versions),
             "bookkeeping": dict(bookkeeping),
         }
-        size = folders.write_folder(self._place(CHECKPOINT, number), tensors, state)
+        size = atomic_folder.write_folder(self._place(CHECKPOINT, number), tensors, state)
         for old in self._numbers(CHECKPOINT)[:-KEPT]:
-            folders.remove_folder(self._place(CHECKPOINT, old))
+            atomic_folder.remove_folder(self._place(CHECKPOINT, old))
         return number, size
 
     def newest(self) -> Checkpoint | None:
@@ -176,7 +275,7 @@ class Checkpoints(OwnedDirectory):
 
     def _read(self, number: int, damaged: Mapping[int, Malformed]) -> Checkpoint:
         place = self._place(CHECKPOINT, number)
-        tensors, state = folders.read_folder(place)
+        tensors, state = atomic_folder.read_folder(place)
         try:
             groups = [
                 tuple(tensors[f"{group}.{p}"] for p in range(len(state["versions"])))
@@ -217,9 +316,9 @@ class Checkpoints(OwnedDirectory):
             )
         newest = self.newest()
         if newest is None:
-            state = GlobalState.from_version_zero(plan, settings, zero.vectors, zero.static)
+            state = GlobalModel.from_version_zero(plan, settings, zero.vectors, zero.static)
             return Restored(state=state, bookkeeping=None)
-        state = GlobalState(plan, settings, newest.snapshot, zero.static)
+        state = GlobalModel(plan, settings, newest.snapshot, zero.static)
         warnings = newest.warnings + self._restore_buffers(state)
         return Restored(state=state, bookkeeping=newest.bookkeeping, warnings=warnings)
 
@@ -233,17 +332,19 @@ class Checkpoints(OwnedDirectory):
             for index, values in moved.items()
             if len(values)
         }
-        folders.write_folder(self._place(BUFFERS, number), tensors, {"learner": learner, "layout": layout.fingerprint})
+        atomic_folder.write_folder(
+            self._place(BUFFERS, number), tensors, {"learner": learner, "layout": layout.fingerprint}
+        )
         for old in self._numbers(BUFFERS)[:-1]:
-            folders.remove_folder(self._place(BUFFERS, old))
+            atomic_folder.remove_folder(self._place(BUFFERS, old))
 
-    def _restore_buffers(self, state: GlobalState) -> tuple[str, ...]:
+    def _restore_buffers(self, state: GlobalModel) -> tuple[str, ...]:
         """Put the newest stored static values into `state`; why they cannot be used, if so."""
         layout, numbers = state.plan.layout, self._numbers(BUFFERS)
         if not numbers:
             return ()
         try:
-            tensors, rows = folders.read_folder(self._place(BUFFERS, numbers[-1]))
+            tensors, rows = atomic_folder.read_folder(self._place(BUFFERS, numbers[-1]))
             indices = {spec.name: index for index, spec in enumerate(layout.static)}
             moved = {indices[name]: tensor.numpy().tobytes() for name, tensor in tensors.items()}
             if rows["layout"] != layout.fingerprint or any(len(v) != layout.static[i].bytes for i, v in moved.items()):

@@ -12,10 +12,10 @@ import torch
 
 from ..common.errors import Malformed
 from ..common.fragments import Plan
-from ..common.static_part import sizes, unpack
+from ..common.static_tensors import sizes, unpack
 from ..common.wire import Assembly, Buffers
 from .ledger import Who
-from .members import SILENCE_SECONDS
+from .membership import SILENCE_SECONDS
 
 STALL_SECONDS = 8.0
 """A learner that is asked and sends no new chunk for so long is replaced by another one, even if it is heard."""

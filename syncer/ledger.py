@@ -21,7 +21,7 @@ FORGOTTEN = "(forgotten)"
 
 
 @dataclass(frozen=True)
-class Account:
+class TokenAccount:
     """Tokens of one learner, or of all; exact sums over fragments, weighted by parameters, rounded to integers."""
 
     reported: int = 0
@@ -29,8 +29,8 @@ class Account:
     pending: int = 0
     lost: int = 0
 
-    def __add__(self, other: Account) -> Account:
-        return Account(
+    def __add__(self, other: TokenAccount) -> TokenAccount:
+        return TokenAccount(
             self.reported + other.reported,
             self.merged + other.merged,
             self.pending + other.pending,
@@ -57,7 +57,7 @@ class Ledger:
     def __init__(self, parameters: Sequence[int]) -> None:
         self._parameters = list(parameters)
         self._books: dict[Who, _Book] = {}
-        self._closed: dict[str, Account] = {}
+        self._closed: dict[str, TokenAccount] = {}
 
     def report(self, who: Who, tokens: int) -> None:
         """The learner says it has worked through `tokens` since its start; less than before changes nothing."""
@@ -83,12 +83,14 @@ class Ledger:
     def close(self, who: Who) -> None:
         """This incarnation has ended: what is pending is lost, and its book becomes part of its name's closed sum."""
         if who in self._books:
-            self._closed[who[0]] = self._closed.get(who[0], Account()) + self._sum(self._books.pop(who), ended=True)
+            self._closed[who[0]] = self._closed.get(who[0], TokenAccount()) + self._sum(
+                self._books.pop(who), ended=True
+            )
 
     def forget(self, name: str) -> None:
         """Add what `name` did, all of whose books are closed, to what stands under FORGOTTEN."""
         if name in self._closed:
-            self._closed[FORGOTTEN] = self._closed.get(FORGOTTEN, Account()) + self._closed.pop(name)
+            self._closed[FORGOTTEN] = self._closed.get(FORGOTTEN, TokenAccount()) + self._closed.pop(name)
 
     def close_all(self) -> None:
         for who in list(self._books):
@@ -99,12 +101,14 @@ class Ledger:
         book = self._book(who)
         return book.reported - book.mark[fragment]
 
-    def account(self, name: str) -> Account:
+    def account(self, name: str) -> TokenAccount:
         """All incarnations of `name` together."""
-        return sum((self._sum(b) for w, b in self._books.items() if w[0] == name), self._closed.get(name, Account()))
+        return sum(
+            (self._sum(b) for w, b in self._books.items() if w[0] == name), self._closed.get(name, TokenAccount())
+        )
 
-    def total(self) -> Account:
-        return sum((*self._closed.values(), *(self._sum(book) for book in self._books.values())), Account())
+    def total(self) -> TokenAccount:
+        return sum((*self._closed.values(), *(self._sum(book) for book in self._books.values())), TokenAccount())
 
     def names(self) -> Iterator[str]:
         return iter(sorted({who[0] for who in self._books} | self._closed.keys()))
@@ -121,7 +125,7 @@ class Ledger:
 
     def load_json(self, rows: dict[str, Any]) -> None:
         self._books = {(n, i): _Book(told, list(mark), list(merged)) for n, i, told, mark, merged in rows["books"]}
-        self._closed = {name: Account(*row) for name, row in rows["closed"].items()}
+        self._closed = {name: TokenAccount(*row) for name, row in rows["closed"].items()}
 
     def _book(self, who: Who) -> _Book:
         if who not in self._books:
@@ -129,9 +133,9 @@ class Ledger:
             self._books[who] = _Book(0, [0] * P, [0] * P)
         return self._books[who]
 
-    def _sum(self, book: _Book, *, ended: bool = False) -> Account:
+    def _sum(self, book: _Book, *, ended: bool = False) -> TokenAccount:
         weights, whole = self._parameters, sum(self._parameters)
         merged = sum(n * m for n, m in zip(weights, book.merged, strict=True)) // whole
         waiting = sum(n * (book.reported - m) for n, m in zip(weights, book.mark, strict=True)) // whole
         pending = 0 if ended else waiting
-        return Account(book.reported, merged, pending, book.reported - merged - pending)
+        return TokenAccount(book.reported, merged, pending, book.reported - merged - pending)

@@ -17,18 +17,18 @@ from ..common.config import BEAT_SECONDS
 from ..common.errors import Diverged, Malformed, SaveFailed, SettingError, Superseded
 from ..common.fragments import TRAINABLE_DTYPES
 from ..common.wire import Alive, Beat, Buffers, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
-from . import blocked
-from .blocked import Block, Reason, reason_of
-from .confirmations import named
-from .export import save_model
+from . import stall_diagnosis
+from .control_messages import ControlHandler
+from .final_confirmations import named
 from .ledger import Who
-from .merging import Merging
-from .parts import Parts, Run, Served
-from .reception import Reception
+from .model_file import save_model
+from .publish import Publisher
 from .rejections import sender_of
 from .rounds import Called, Drained, Lost, Merge, Unmet
-from .start import begin
-from .telling import learner_rows, run_figures, write_summary
+from .run_state import Components, RunState, Served
+from .stall_diagnosis import StallMonitor, StallReason, reason_of
+from .startup import begin
+from .telemetry import learner_rows, run_figures, write_summary
 
 SAVE_SECONDS = 30.0
 """How long the last checkpoint may take."""
@@ -46,11 +46,11 @@ the first of them, and then for the next."""
 class Syncer:
     """One syncer process's life."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self.parts = parts
-        self.current = Run(parts.config.settings)
-        self.reception = Reception(parts, self.current)
-        self.merging = Merging(parts, self.current)
+        self.current = RunState(parts.config.settings)
+        self.reception = ControlHandler(parts, self.current)
+        self.merging = Publisher(parts, self.current)
         self._takes: dict[type[Message], Callable[[Any, float], None]] = {
             Hello: self.reception.hello,
             Seed: self.reception.seed,
@@ -234,7 +234,7 @@ class Syncer:
     def _look_whether_it_moves(self, now: float) -> None:
         run, teller = self.current, self.parts.teller
         if run.phase in ("finished", "stopping"):
-            run.block = Block()
+            run.block = StallMonitor()
             return
         progress = (run.served is not None, sum(run.served.rounds.versions) if run.served else 0)
         change = run.block.look(self._waits_for(now), progress, time.monotonic())
@@ -243,18 +243,18 @@ class Syncer:
         elif change is not None:
             teller.event("unblocked", seconds=round(change.seconds))
 
-    def _waits_for(self, now: float) -> Reason | None:
+    def _waits_for(self, now: float) -> StallReason | None:
         """What the run waits for beside time; None where nothing is amiss."""
         run, lines = self.current, self.parts.lines
         if not lines.proven:
             sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
-            return Reason("broker", lines.refusal or lines.unresolved or sentence, blocked.SURE_SECONDS)
+            return StallReason("broker", lines.refusal or lines.unresolved or sentence, stall_diagnosis.SURE_SECONDS)
         if time.monotonic() - self._echo_at > ECHO_SECONDS:
             sentence = (
                 f"nothing comes back from the broker at {self.parts.config.broker}, not even this syncer's own beats: "
                 "the way to it is cut, or it hangs; the run goes on once it answers"
             )
-            return Reason("broker", sentence, blocked.SURE_SECONDS)
+            return StallReason("broker", sentence, stall_diagnosis.SURE_SECONDS)
         if run.served is None:
             return self.reception.waits_for(now)
         return reason_of(run.served.rounds, run.rejections, now)

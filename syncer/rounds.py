@@ -22,8 +22,8 @@ from ..common.config import MAX_LAG, RunSettings
 from ..common.errors import Diverged
 from ..common.wire import Alive, Call, most_calls
 from .ledger import Ledger, Who
-from .members import Member, Members
-from .pace import Ema, Schedule, grace_seconds
+from .membership import Member, Membership
+from .schedule import Ema, Schedule, grace_seconds
 
 FIRST_STEP_PATIENCE_SECONDS = 60.0
 """The first call waits for each newcomer's first timed step, but no longer than this after its join."""
@@ -143,7 +143,7 @@ class Rounds:
         self.epoch = epoch
         self.schedule = Schedule(settings.sync_every, P, settings.steps)
         self.tau = settings.resolved_overlap(P)
-        self.members = Members()
+        self.members = Membership()
         self.ledger = Ledger(parameters)
         self.versions = [0] * P
         self.contributors: list[tuple[Who, ...]] = [()] * P

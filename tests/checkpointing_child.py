@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from decoupled_diloco.common.codec import model_hash
 from decoupled_diloco.syncer.checkpoint import Checkpoints
-from decoupled_diloco.syncer.state import Snapshot
-from decoupled_diloco.syncer.writer import CheckpointWriter
+from decoupled_diloco.syncer.checkpoint_writer import CheckpointWriter
+from decoupled_diloco.syncer.global_model import Snapshot
 from states import LAYOUT, PLAN, STATIC, advance, settings, vectors
 
 SETTINGS = settings(outer_momentum=0.9, outer_lr=0.7)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-from decoupled_diloco.monitor.folder import RunFolder
+from decoupled_diloco.common.run_folder import RunFolder
 from transport import free_ports
 from waiting import wait_for
 

@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import zmq
 from by_hand import events, learner, syncer
+from decoupled_diloco.common.auth_keys import Key, Role, new_key
 from decoupled_diloco.common.config import TaskSettings
-from decoupled_diloco.common.keys import Key, Role, new_key
-from decoupled_diloco.common.sockets import SUBSCRIBE, Address, Downlink
+from decoupled_diloco.common.sockets import SUBSCRIBE, Address, SubscribeSocket
 from decoupled_diloco.common.wire import Message, Plane, Welcome, beat_topic, encode, prefix
 from decoupled_diloco.learner.identity import identify, layout_to_send
-from decoupled_diloco.learner.inventory import inventory
-from decoupled_diloco.learner.transformer import Transformer
+from decoupled_diloco.learner.model_layout import inventory
+from decoupled_diloco.learner.task.transformer import Transformer
 from house import FOR_EVER, Process, resident_mib
 from transport import free_ports
 from waiting import wait_for
@@ -116,7 +116,7 @@ class Insider:
         except BaseException:
             self.context.destroy(linger=0)
             raise
-        self.down = Downlink(self.context, self.address.control_out, hwm_messages=10_000, key=self.key)
+        self.down = SubscribeSocket(self.context, self.address.control_out, hwm_messages=10_000, key=self.key)
         for topic in (beat_topic(RUN), prefix(RUN, "call"), prefix(RUN, "welcome", self.name)):
             self.down.subscribe(topic)
         self.heard: deque[Message] = deque(maxlen=1000)

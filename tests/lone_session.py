@@ -9,13 +9,13 @@ from decoupled_diloco.common.codec import digest
 from decoupled_diloco.common.config import LearnerConfig, RunSettings
 from decoupled_diloco.common.fragments import Layout, balanced_plan
 from decoupled_diloco.common.wire import Call
-from decoupled_diloco.learner.desk import Arrival, Capture, Desk, Joined
-from decoupled_diloco.learner.follower import Public
 from decoupled_diloco.learner.identity import Identity
-from decoupled_diloco.learner.inventory import Optimizers, inventory
+from decoupled_diloco.learner.mailbox import Arrival, Capture, Joined, Mailbox
+from decoupled_diloco.learner.model_layout import Optimizers, inventory
+from decoupled_diloco.learner.public_model import PublicFragment
 from decoupled_diloco.learner.replica import Replica
 from decoupled_diloco.learner.session import Session
-from decoupled_diloco.simulator.trainee import VirtualLink
+from decoupled_diloco.simulator.virtual_learner import VirtualLink
 from torch import Tensor, nn
 
 
@@ -28,7 +28,7 @@ class Lone:
         layout = Layout(tuple(entry.spec() for entry in inventory(model, optimizer, masters)))
         plan = balanced_plan(layout, 1)
         replica = Replica(model, plan, masters)
-        self.desk = Desk()
+        self.desk = Mailbox()
         self.fragment, self.replica = plan.fragments[0], replica
         self.version = 1
         settings = RunSettings(run="r", fragments=1, overlap=1, codec_up="f32", codec_down="f32")
@@ -57,9 +57,9 @@ class Lone:
         with self.session.global_weights():
             pass
 
-    def _public(self, by: float = 0.0) -> Public:
+    def _public(self, by: float = 0.0) -> PublicFragment:
         vector = self.replica.vector(self.fragment) + by
-        return Public(self.version, vector, digest(vector))
+        return PublicFragment(self.version, vector, digest(vector))
 
 
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgpack
 import zmq
 from decoupled_diloco.common.config import CHUNK_BYTES
-from decoupled_diloco.common.sockets import SUBSCRIBE, Address, Downlink
+from decoupled_diloco.common.sockets import SUBSCRIBE, Address, SubscribeSocket
 from decoupled_diloco.common.wire import Delta, encode, split
 from waiting import wait_for
 
@@ -30,7 +30,7 @@ class Probe:
         self.address, self.run = Address.parse(broker), run
         self.sent_bytes = 0
         self._context: zmq.Context[Any] = zmq.Context()
-        self._heard = Downlink(self._context, self.address.bulk_out, hwm_messages=1000)
+        self._heard = SubscribeSocket(self._context, self.address.bulk_out, hwm_messages=1000)
         self._heard.subscribe(f"{run}/delta/".encode())
         self._up = [self._uplink(self.address.control_in), self._uplink(self.address.bulk_in)]
 

@@ -11,11 +11,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 import zmq
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.codec import decode_delta, digest, encode_step, model_hash
 from decoupled_diloco.common.config import BrokerConfig, RunSettings
 from decoupled_diloco.common.fragments import Layout, Plan, balanced_plan
-from decoupled_diloco.common.sockets import Address, Downlink, Uplink
+from decoupled_diloco.common.sockets import Address, PublishSocket, SubscribeSocket
 from decoupled_diloco.common.wire import (
     Assembly,
     Beat,
@@ -222,8 +222,10 @@ class ScriptedSyncer:
 
     def _serve(self, context: zmq.Context[Any]) -> None:
         inward = {Plane.CONTROL: self._address.control_in, Plane.BULK: self._address.bulk_in}
-        up = {plane: Uplink(context, endpoint, hwm_messages=1000) for plane, endpoint in inward.items()}
-        down = [Downlink(context, e, hwm_messages=1000) for e in (self._address.control_out, self._address.bulk_out)]
+        up = {plane: PublishSocket(context, endpoint, hwm_messages=1000) for plane, endpoint in inward.items()}
+        down = [
+            SubscribeSocket(context, e, hwm_messages=1000) for e in (self._address.control_out, self._address.bulk_out)
+        ]
         for kind in ("hello", "alive", "goodbye", "fetch"):
             down[0].subscribe(prefix(self.run, kind))
         for kind in ("delta", "seed", "buffers"):

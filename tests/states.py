@@ -12,7 +12,7 @@ from decoupled_diloco.common.codec import encode_delta
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.fragments import Fragment, Layout, Plan, TensorSpec, balanced_plan
 from decoupled_diloco.syncer.checkpoint import Checkpoints
-from decoupled_diloco.syncer.state import GlobalState, cast_through
+from decoupled_diloco.syncer.global_model import GlobalModel, cast_through
 from torch import Tensor
 
 LAYOUT = Layout(
@@ -50,11 +50,11 @@ def vectors(plan: Plan = PLAN, seed: int = 0) -> list[Tensor]:
     return [vector(part, generator) for part in plan.fragments]
 
 
-def fresh(**changes: Any) -> GlobalState:
-    return GlobalState.from_version_zero(PLAN, settings(**changes), vectors(), STATIC)
+def fresh(**changes: Any) -> GlobalModel:
+    return GlobalModel.from_version_zero(PLAN, settings(**changes), vectors(), STATIC)
 
 
-def delta(state: GlobalState, fragment: int, generator: torch.Generator, scale: float = 0.02) -> Tensor:
+def delta(state: GlobalModel, fragment: int, generator: torch.Generator, scale: float = 0.02) -> Tensor:
     """What the syncer decodes from a learner that went a random way from the current version."""
     part = state.plan.fragments[fragment]
     anchor = cast_through(part, state.public[fragment])
@@ -64,7 +64,7 @@ def delta(state: GlobalState, fragment: int, generator: torch.Generator, scale: 
     return state.decode(fragment, codec, payload, state.versions[fragment])
 
 
-def advance(state: GlobalState, rounds: int = 1, seed: int = 0) -> None:
+def advance(state: GlobalModel, rounds: int = 1, seed: int = 0) -> None:
     """Merge two learners' deltas into every fragment, `rounds` times."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(rounds):

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 import zmq
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.codec import digest, encode_delta
 from decoupled_diloco.common.config import BrokerConfig, RunSettings, SyncerConfig
 from decoupled_diloco.common.fragments import Layout, Plan, TensorSpec, balanced_plan
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
-from decoupled_diloco.common.sockets import Address, Downlink, Uplink
+from decoupled_diloco.common.sockets import Address, PublishSocket, SubscribeSocket
 from decoupled_diloco.common.wire import (
     Alive,
     Beat,
@@ -39,13 +39,13 @@ from decoupled_diloco.common.wire import (
     split,
 )
 from decoupled_diloco.syncer.checkpoint import Checkpoints
+from decoupled_diloco.syncer.checkpoint_writer import CheckpointWriter
 from decoupled_diloco.syncer.clock import SteadyClock
-from decoupled_diloco.syncer.lines import Lines
+from decoupled_diloco.syncer.epoch_discovery import EpochDiscovery
 from decoupled_diloco.syncer.loop import Syncer
-from decoupled_diloco.syncer.parts import Parts
-from decoupled_diloco.syncer.survey import Listening
-from decoupled_diloco.syncer.telling import Teller
-from decoupled_diloco.syncer.writer import CheckpointWriter
+from decoupled_diloco.syncer.run_state import Components
+from decoupled_diloco.syncer.telemetry import Telemetry
+from decoupled_diloco.syncer.transport import Transport
 from torch import Tensor
 from transport import free_ports
 from waiting import wait_for
@@ -103,11 +103,11 @@ class SyncerHouse:
         }  # fmt: skip
         config = SyncerConfig(**(fields | more))
         log = get_logger("syncer")
-        teller = Teller(Registry(self.redis, self.settings.run, log), log, self.settings.run)
-        lines = Lines(self.address, self.settings.run, lambda _, wrong: teller.reject("?", wrong.reason))
+        teller = Telemetry(Registry(self.redis, self.settings.run, log), log, self.settings.run)
+        lines = Transport(self.address, self.settings.run, lambda _, wrong: teller.reject("?", wrong.reason))
         checkpoints = Checkpoints(config.directory)
-        listening = Listening(lines, config.listen_seconds, lambda _: None)
-        parts = Parts(config, lines, listening, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
+        listening = EpochDiscovery(lines, config.listen_seconds, lambda _: None)
+        parts = Components(config, lines, listening, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
         self.syncer = Syncer(parts)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -181,11 +181,11 @@ class ScriptedLearner:
         self.house, self.name, self.incarnation = house, name, incarnation
         address = Address.parse(house.address)
         self._context: zmq.Context[Any] = zmq.Context()
-        self.control = Uplink(self._context, address.control_in, hwm_messages=1000)
-        self.bulk = Uplink(self._context, address.bulk_in, hwm_messages=1000)
+        self.control = PublishSocket(self._context, address.control_in, hwm_messages=1000)
+        self.bulk = PublishSocket(self._context, address.bulk_in, hwm_messages=1000)
         self._downs = [
-            Downlink(self._context, address.control_out, hwm_messages=1000),
-            Downlink(self._context, address.bulk_out, hwm_messages=1000),
+            SubscribeSocket(self._context, address.control_out, hwm_messages=1000),
+            SubscribeSocket(self._context, address.bulk_out, hwm_messages=1000),
         ]
         run = house.settings.run
         for topic in (beat_topic(run), prefix(run, "call"), prefix(run, "welcome", name)):

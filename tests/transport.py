@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import zmq
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.config import BrokerConfig
-from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink, Waker, is_ipv6
+from decoupled_diloco.common.sockets import Address, Context, PublishSocket, SubscribeSocket, Waker, is_ipv6
 from decoupled_diloco.common.wire import Delta, Message, Update, split
 from waiting import wait_for
 
@@ -104,9 +104,9 @@ def context() -> Iterator[Context]:
         made.destroy(linger=0)
 
 
-def uplink(made: Context, endpoint: str, *, hwm_messages: int = HWM) -> Uplink:
+def uplink(made: Context, endpoint: str, *, hwm_messages: int = HWM) -> PublishSocket:
     """An uplink whose path to the broker is proven."""
-    link = Uplink(made, endpoint, hwm_messages=hwm_messages)
+    link = PublishSocket(made, endpoint, hwm_messages=hwm_messages)
 
     def proven() -> bool:
         link.read_subscriptions()
@@ -116,20 +116,20 @@ def uplink(made: Context, endpoint: str, *, hwm_messages: int = HWM) -> Uplink:
     return link
 
 
-def downlink(made: Context, endpoint: str, *prefixes: bytes, hwm_messages: int = HWM, **more: Any) -> Downlink:
-    link = Downlink(made, endpoint, hwm_messages=hwm_messages, **more)
+def downlink(made: Context, endpoint: str, *prefixes: bytes, hwm_messages: int = HWM, **more: Any) -> SubscribeSocket:
+    link = SubscribeSocket(made, endpoint, hwm_messages=hwm_messages, **more)
     for prefix in prefixes:
         link.subscribe(prefix)
     return link
 
 
-def next_of(link: Downlink, what: str = "a message arrives") -> Message:
+def next_of(link: SubscribeSocket, what: str = "a message arrives") -> Message:
     message = wait_for(link.receive, what)
     assert message is not None
     return message
 
 
-def take_all(link: Downlink, into: list[Message] | None = None) -> list[Message]:
+def take_all(link: SubscribeSocket, into: list[Message] | None = None) -> list[Message]:
     """All that waits now."""
     found = [] if into is None else into
     while (message := link.receive()) is not None:
@@ -137,7 +137,7 @@ def take_all(link: Downlink, into: list[Message] | None = None) -> list[Message]
     return found
 
 
-def meet(up: Uplink, down: Downlink, message: Message) -> None:
+def meet(up: PublishSocket, down: SubscribeSocket, message: Message) -> None:
     """Return when what `up` sends reaches `down`: subscriptions take a moment to arrive at the broker."""
     wait_for(lambda: up.send(message) and down.socket.poll(50), "the receiver's subscription reaches the broker")
     wait_for(lambda: not take_all(down) and not down.socket.poll(50), "the trial messages are through")
@@ -185,7 +185,7 @@ class LinkThread:
         self._waker.close()
 
     def _run(self) -> None:
-        up = Uplink(self._context, self._address.bulk_in, hwm_messages=HWM)
+        up = PublishSocket(self._context, self._address.bulk_in, hwm_messages=HWM)
         down = downlink(self._context, self._address.bulk_out, *self._prefixes)
         poller = zmq.Poller()
         for socket in (up.socket, down.socket, self._waker.socket):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.fragments import balanced_plan
-from decoupled_diloco.learner.health import LossWatch
 from decoupled_diloco.learner.replica import Replica, close_holes, layout_of
 from decoupled_diloco.learner.session import join
+from decoupled_diloco.learner.training_checks import LossWatch
 from scripted_syncer import ScriptedSyncer, running_broker
 from torch import Tensor, nn
 from waiting import wait_for

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import pytest
 import zmq
+from decoupled_diloco.common.auth_keys import revoke
 from decoupled_diloco.common.config import CHUNK_BYTES
-from decoupled_diloco.common.keys import revoke
-from decoupled_diloco.common.sockets import Downlink
+from decoupled_diloco.common.sockets import SubscribeSocket
 from decoupled_diloco.common.wire import Alive, Beat, Call, Delta, Keyframe, Plane, Update, encode, prefix, split
 from house import resident_mib
 from keyed import RUN, START_SECONDS, Insider, KeyedRun
@@ -76,7 +76,7 @@ class Meanwhile:
 
 # --- old messages ----------------------------------------------------------------------------------------------------
 def test_an_insider_who_repeats_what_the_syncer_said_is_heard_by_nobody(run: KeyedRun, mallory: Insider) -> None:
-    bulk = Downlink(mallory.context, mallory.address.bulk_out, hwm_messages=1000, key=mallory.key)
+    bulk = SubscribeSocket(mallory.context, mallory.address.bulk_out, hwm_messages=1000, key=mallory.key)
     for kind in ("fragment", "keyframe"):
         bulk.subscribe(prefix(RUN, kind))
     kept: list[Any] = []
@@ -139,7 +139,7 @@ def test_an_insider_who_repeats_his_own_answer_is_counted_once(run: KeyedRun, ma
                 sizes[message.fragment] = message.size
         return sizes.get(fragment, 0)
 
-    bulk = Downlink(mallory.context, mallory.address.bulk_out, hwm_messages=1000, key=mallory.key)
+    bulk = SubscribeSocket(mallory.context, mallory.address.bulk_out, hwm_messages=1000, key=mallory.key)
     bulk.subscribe(prefix(RUN, "fragment"))
     wait_for(merged, "an answer of hers is merged", 60)
     bulk.close()

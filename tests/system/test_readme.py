@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from decoupled_diloco.cli import group
+from decoupled_diloco.cli.commands import group
 from waiting import wait_for
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")

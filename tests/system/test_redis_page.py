@@ -19,11 +19,11 @@ import redis
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
-from decoupled_diloco.compose.store import EmbeddedStore
-from decoupled_diloco.syncer.figures import Figures
-from decoupled_diloco.syncer.members import Member
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.syncer.membership import Member
+from decoupled_diloco.syncer.metrics import RunMetrics
 from decoupled_diloco.syncer.rounds import Rounds
-from decoupled_diloco.syncer.telling import Teller, run_figures
+from decoupled_diloco.syncer.telemetry import Telemetry, run_figures
 from house import FRAGMENTS, House
 from waiting import wait_for
 
@@ -185,12 +185,12 @@ def shown(tmp_path: Path) -> Iterator[Any]:
     """A client of a store that holds what a syncer tells of a run with one learner and one fragment."""
     with EmbeddedStore(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
         registry = Registry(store.url, "run", get_logger("syncer"))
-        teller = Teller(registry, get_logger("syncer"), "run")
+        teller = Telemetry(registry, get_logger("syncer"), "run")
         rounds = Rounds(RunSettings(sync_every=2, overlap=1), [10], 1)
         fragment = SimpleNamespace(index=0, parameters=10)
         teller.fragments(cast("Any", SimpleNamespace(plan=SimpleNamespace(fragments=[fragment]), versions=[1])), t=4)
         teller.run(
-            run_figures(rounds, Figures(10, 1.0), "running", 0.0)
+            run_figures(rounds, RunMetrics(10, 1.0), "running", 0.0)
             | {"model_hash": "", "saved_at": 1.0, "save_error": "", "blocked": "", "blocked_seconds": ""}
         )
         teller.member(Member(name="learner-1", incarnation=3, joined_at=0.0, heard_at=0.0), rounds, 1.0)

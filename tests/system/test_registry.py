@@ -15,18 +15,19 @@ from urllib.parse import quote
 import pytest
 import redis
 import structlog
-from decoupled_diloco.cli import run_command
+from decoupled_diloco.cli.commands import run_command
 from decoupled_diloco.common import redis_client, registry_writer
 from decoupled_diloco.common.errors import DilocoError, PeerLost, SettingError
-from decoupled_diloco.common.registry import Keys, Registry, check_connection, list_runs, read_status, redact_url
-from decoupled_diloco.common.registry_board import WAITING_EVENTS
-from decoupled_diloco.common.registry_check import check_store, store_advice
+from decoupled_diloco.common.redis_keys import RedisKeys
+from decoupled_diloco.common.registry import Registry, check_connection, list_runs, read_status, redact_url
+from decoupled_diloco.common.registry_buffer import WAITING_EVENTS
+from decoupled_diloco.common.registry_preflight import check_store, store_advice
 from decoupled_diloco.common.registry_writer import STREAM_EVENTS
-from decoupled_diloco.compose.store import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 from stores import TlsFront
 from waiting import wait_for
 
-KEYS = Keys("run")
+KEYS = RedisKeys("run")
 SECRET = "p@s:s#w/o?r%d$ü&+=%41"  # noqa: S105 - no password; every character that URLs, files and shells treat in their own way
 
 
@@ -158,7 +159,7 @@ def test_no_name_reaches_another_key(name: str) -> None:
     with pytest.raises(SettingError, match="must match"):
         Registry(None, "run", logger_into([])).publish_learner(name, 1.0)
     with pytest.raises(SettingError, match="must match"):
-        Keys(name)
+        RedisKeys(name)
 
 
 def test_two_runs_with_a_common_prefix_do_not_mix(house: House) -> None:

@@ -12,9 +12,9 @@ import pytest
 from by_hand import evaluator, learner, syncer
 from decoupled_diloco.common.config import LearnerConfig, RunSettings, TaskSettings
 from decoupled_diloco.common.errors import DilocoError
-from decoupled_diloco.compose import reporting
-from decoupled_diloco.compose.reporting import evaluate_and_report, is_finished
-from decoupled_diloco.monitor.folder import RunFolder, Setup, write_json
+from decoupled_diloco.common.run_folder import RunFolder, Setup, write_json
+from decoupled_diloco.compose import evaluator_report
+from decoupled_diloco.compose.evaluator_report import evaluate_and_report, is_finished
 from house import Process
 from scripted_syncer import running_broker
 from waiting import wait_for
@@ -103,10 +103,12 @@ def test_an_evaluator_that_is_stopped_reports_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_never_tells_of_the_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "SUMMARY_SECONDS", 0.3)
+    monkeypatch.setattr(evaluator_report, "SUMMARY_SECONDS", 0.3)
     folder = RunFolder.create(tmp_path / "it", Setup(settings=RunSettings(steps=20), task=TaskSettings()))
     write_json(folder.path / "summary.json", {"state": "finished", "t": 10})  # the end that it had before
-    monkeypatch.setattr("decoupled_diloco.learner.evaluator.main", lambda _config, _data, _every, then: [then(), 0][1])
+    monkeypatch.setattr(
+        "decoupled_diloco.learner.task.evaluator.main", lambda _config, _data, _every, then: [then(), 0][1]
+    )
     with pytest.raises(DilocoError, match=r"it/summary\.json does not say so"):
         evaluate_and_report(LearnerConfig(broker="tcp://h:1", name="e", directory=folder.path), None, 1.0)
     assert json.loads((folder.path / "summary.json").read_text())["t"] == 10

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 from by_hand import events, learner, syncer
 from decoupled_diloco.common.redis_client import connect
-from decoupled_diloco.compose.store import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 from house import Process
 from scripted_syncer import running_broker
 from waiting import wait_for

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import redis
 from decoupled_diloco.common.errors import DilocoError, SettingError
-from decoupled_diloco.compose import store as store_module
-from decoupled_diloco.compose.store import EmbeddedStore, find_server
+from decoupled_diloco.compose import embedded_redis as store_module
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore, find_server
 from waiting import wait_for
 
 HOLDER = """
 import sys, pathlib
-from decoupled_diloco.compose.store import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 store = EmbeddedStore(pathlib.Path(sys.argv[1]))
 store.start()
 print(store.pid, store.port, flush=True)

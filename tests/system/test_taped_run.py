@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from decoupled_diloco.cli import run_command
-from decoupled_diloco.common.tape import read_tape
+from decoupled_diloco.cli.commands import run_command
+from decoupled_diloco.common.journal import read_journal
 from decoupled_diloco.simulator.replay import replay_decisions
 from house import TEXT, House
 from waiting import wait_for
@@ -37,7 +37,7 @@ def taped(tmp_path_factory: pytest.TempPathFactory) -> House:
 
 
 def test_a_real_run_s_decisions_are_taken_again(taped: House) -> None:
-    verdict = replay_decisions(read_tape(taped.folder.path))
+    verdict = replay_decisions(read_journal(taped.folder.path))
     assert verdict.merges == taped.check_figures()["merges"]
 
 
@@ -49,7 +49,7 @@ def test_a_real_run_s_bits_are_made_again(taped: House, capsys: pytest.CaptureFi
 
 
 def test_each_life_of_a_learner_has_a_tape_of_its_own(taped: House) -> None:
-    names = [name for name, _ in read_tape(taped.folder.path).lives]
+    names = [name for name, _ in read_journal(taped.folder.path).lives]
     assert sorted(names) == ["learner-1", "learner-1", "learner-2"]
 
 

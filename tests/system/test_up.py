@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from decoupled_diloco.cli import run_command
-from decoupled_diloco.monitor.folder import RunFolder
-from decoupled_diloco.monitor.status import Now, Source
+from decoupled_diloco.cli.commands import run_command
+from decoupled_diloco.common.run_folder import RunFolder
+from decoupled_diloco.monitor.status import RunStatus, Source
 from waiting import wait_for
 
 DILOCO = [sys.executable, "-P", "-m", "decoupled_diloco.cli"]
@@ -56,10 +56,14 @@ class Up:
     def told(self) -> str:
         return f"{self.out.read_text()}\n{self.err.read_text()}"
 
-    def now(self) -> Now:
+    def now(self) -> RunStatus:
         assert self.process.poll() is None, self.told()
         where = self.folder.run_map()
-        return Source("it", where["redis"], self.folder).read() if "redis" in where else Now(run="it", state="starting")
+        return (
+            Source("it", where["redis"], self.folder).read()
+            if "redis" in where
+            else RunStatus(run="it", state="starting")
+        )
 
     def merges(self) -> int:
         return int(self.now().figures_so_far.get("merges", 0))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import syncer_house as scripted
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.fragments import Layout
 from decoupled_diloco.common.registry import read_status
 from decoupled_diloco.common.wire import Beat, Call, Welcome
-from decoupled_diloco.compose.store import EmbeddedStore
-from decoupled_diloco.syncer import blocked, loop, members, rejections, screen
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.syncer import deltas, loop, membership, rejections, stall_diagnosis
 from syncer_house import LAYOUT, ScriptedLearner, SyncerHouse, syncer_house
 from transport import BrokerChild, free_ports
 from waiting import wait_for
@@ -25,10 +25,10 @@ from waiting import wait_for
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats come fast, and patience is short, so that tests need not wait for them."""
     monkeypatch.setattr(loop, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(blocked, "SURE_SECONDS", 0.3)
-    monkeypatch.setattr(blocked, "SEED_SECONDS", 0.3)
-    monkeypatch.setattr(blocked, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(blocked, "PATIENCE_ROUNDS", 0)
+    monkeypatch.setattr(stall_diagnosis, "SURE_SECONDS", 0.3)
+    monkeypatch.setattr(stall_diagnosis, "SEED_SECONDS", 0.3)
+    monkeypatch.setattr(stall_diagnosis, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(stall_diagnosis, "PATIENCE_ROUNDS", 0)
     monkeypatch.setattr(rejections, "APART_SECONDS", 0.0)
 
 
@@ -80,7 +80,7 @@ def trains(learners: list[ScriptedLearner], values: dict[str, float], enough: Ca
 def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_named_in_store_events_and_notice(
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(screen, "NORM_AFTER", 1)
+    monkeypatch.setattr(deltas, "NORM_AFTER", 1)
     with syncer_house(tmp_path, store, quorum=3, fragments=1, overlap=1) as house:
         learners = joined(house, "abc")
         wild: dict[str, float] = {}
@@ -128,7 +128,7 @@ def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypat
 def test_a_learner_whose_reports_cannot_be_read_hears_it_and_the_run_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(membership, "SILENCE_SECONDS", 0.5)
     with syncer_house(tmp_path) as house:
         [a], block = joined(house, "a"), house.syncer.current.block
         what = "field: loss of a alive must be a finite number"

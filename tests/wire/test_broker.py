@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import zmq
-from decoupled_diloco.broker.gate import topic_pattern
-from decoupled_diloco.broker.loop import Broker
-from decoupled_diloco.broker.plane import PlaneThread
+from decoupled_diloco.broker.acl import topic_pattern
+from decoupled_diloco.broker.broker import Broker
+from decoupled_diloco.broker.forwarder import Forwarder
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.sockets import Address, Context, Downlink, Uplink
+from decoupled_diloco.common.sockets import Address, Context, PublishSocket, SubscribeSocket
 from decoupled_diloco.common.wire import (
     BOTH_PLANES,
     MESSAGES,
@@ -63,8 +63,8 @@ class House:
     def __init__(self, broker: Broker, address: Address, made: Context) -> None:
         self.broker, self.address = broker, address
         ends = {"control": (address.control_in, address.control_out), "bulk": (address.bulk_in, address.bulk_out)}
-        self.up: dict[str, Uplink] = {plane: uplink(made, ends[plane][0]) for plane in PLANES}
-        self.down: dict[str, Downlink] = {plane: downlink(made, ends[plane][1], b"") for plane in PLANES}
+        self.up: dict[str, PublishSocket] = {plane: uplink(made, ends[plane][0]) for plane in PLANES}
+        self.down: dict[str, SubscribeSocket] = {plane: downlink(made, ends[plane][1], b"") for plane in PLANES}
         for plane in PLANES:
             meet(self.up[plane], self.down[plane], BEAT)
 
@@ -266,7 +266,7 @@ def test_a_broker_killed_and_started_again_is_found_by_both_directions_while_the
 def test_what_is_sent_as_soon_as_a_restarted_broker_is_heard_reaches_it() -> None:
     config = BrokerConfig(port=free_ports())
     with context() as made:
-        up = Uplink(made, Address("127.0.0.1", config.port).bulk_in, hwm_messages=HWM)
+        up = PublishSocket(made, Address("127.0.0.1", config.port).bulk_in, hwm_messages=HWM)
         for _ in range(5):
             broker = Broker(config)
             broker.start()
@@ -445,7 +445,7 @@ def test_a_plane_that_was_woken_for_nothing_sleeps_again() -> None:
 
 def test_a_wish_to_listen_anew_that_comes_while_another_is_granted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with context() as made:
-        plane = PlaneThread(Plane.BULK, lambda: (made.socket(zmq.XSUB), made.socket(zmq.XPUB)), lambda: None)
+        plane = Forwarder(Plane.BULK, lambda: (made.socket(zmq.XSUB), made.socket(zmq.XPUB)), lambda: None)
         clear = plane._waker.clear
 
         def wished_meanwhile() -> None:

@@ -14,12 +14,12 @@ from decoupled_diloco.common.config import LearnerConfig, RunSettings, TaskSetti
 from decoupled_diloco.common.errors import PeerLost, SettingError
 from decoupled_diloco.common.fragments import Layout
 from decoupled_diloco.common.wire import Alive, Beat, Goodbye, Hello
-from decoupled_diloco.learner.__main__ import main
-from decoupled_diloco.learner.evaluator import main as evaluate_run
-from decoupled_diloco.learner.inventory import layout_of
+from decoupled_diloco.learner.model_layout import layout_of
 from decoupled_diloco.learner.replica import Replica
-from decoupled_diloco.learner.text import load_corpus
-from decoupled_diloco.learner.transformer import Transformer
+from decoupled_diloco.learner.task.evaluator import main as evaluate_run
+from decoupled_diloco.learner.task.main import main
+from decoupled_diloco.learner.task.text import load_corpus
+from decoupled_diloco.learner.task.transformer import Transformer
 from decoupled_diloco.monitor.report import read_evaluations
 from scripted_syncer import ScriptedSyncer, running_broker
 from transport import free_ports

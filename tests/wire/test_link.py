@@ -29,10 +29,10 @@ from decoupled_diloco.common.wire import (
     Welcome,
     chunk_count,
 )
-from decoupled_diloco.learner import admission, conversation, follower, session
-from decoupled_diloco.learner.desk import Joined
-from decoupled_diloco.learner.joining import await_joined
+from decoupled_diloco.learner import core, join_protocol, public_model, session
+from decoupled_diloco.learner.join_wait import await_joined
 from decoupled_diloco.learner.link import Link
+from decoupled_diloco.learner.mailbox import Joined
 from decoupled_diloco.learner.replica import Replica, layout_of
 from decoupled_diloco.learner.session import Session, join
 from scripted_syncer import ScriptedSyncer, running_broker
@@ -112,9 +112,9 @@ def trainer(address: str, **more: Any) -> Trainer:
 @pytest.fixture(autouse=True)
 def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens each second in a real run happens ten times as often."""
-    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
-    monkeypatch.setattr(conversation, "ALIVE_SECONDS", 0.1)
-    monkeypatch.setattr(follower, "GAP_SECONDS", 0.3)
+    monkeypatch.setattr(join_protocol, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(core, "ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(public_model, "GAP_SECONDS", 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def me(broker: str, syncer: ScriptedSyncer) -> Iterator[Trainer]:
     joined.session.close("stopped")
 
 
-def talk_of(session: Session) -> conversation.Conversation:
+def talk_of(session: Session) -> core.LearnerCore:
     """What its link says and hears."""
     assert isinstance(session._link, Link)
     return session._link.conversation

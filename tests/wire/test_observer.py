@@ -12,7 +12,7 @@ import torch
 import zmq
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.errors import PeerLost, Refused, SettingError
-from decoupled_diloco.common.sockets import Address, Uplink
+from decoupled_diloco.common.sockets import Address, PublishSocket
 from decoupled_diloco.common.wire import PROTOCOL, Alive, Delta, Goodbye, Hello, beat_topic
 from decoupled_diloco.learner import discover as discovering
 from decoupled_diloco.learner.discover import discover
@@ -118,14 +118,14 @@ def test_an_address_without_a_run_is_said_to_have_none(address: str) -> None:
         discover(address, "Other!")
 
 
-def proven(up: Uplink) -> bool:
+def proven(up: PublishSocket) -> bool:
     up.read_subscriptions()
     return up.proven
 
 
 def test_a_syncer_of_another_version_is_named_as_the_reason(address: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    up = Uplink(context, Address.parse(address).control_in, hwm_messages=10)
+    up = PublishSocket(context, Address.parse(address).control_in, hwm_messages=10)
     wait_for(lambda: proven(up), "the path is open")
     frames = [beat_topic("newer"), msgpack.packb({"protocol": PROTOCOL + 1})]
     stop = threading.Event()

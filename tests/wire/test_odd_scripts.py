@@ -18,12 +18,12 @@ from decoupled_diloco.common.codec import decode_delta, encode_delta
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.errors import DilocoError, SettingError
 from decoupled_diloco.common.wire import Goodbye
-from decoupled_diloco.learner import admission, conversation
+from decoupled_diloco.learner import core, join_protocol
 from decoupled_diloco.learner.link import Link
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.learner.replica import Replica, layout_of
 from decoupled_diloco.learner.session import Session, join
-from decoupled_diloco.syncer.state import cast_through
+from decoupled_diloco.syncer.global_model import cast_through
 from scripted_syncer import ScriptedSyncer, running_broker
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,8 +32,8 @@ from waiting import wait_for
 
 @pytest.fixture(autouse=True)
 def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "HELLO_SECONDS", 0.05)
-    monkeypatch.setattr(conversation, "ALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(join_protocol, "HELLO_SECONDS", 0.05)
+    monkeypatch.setattr(core, "ALIVE_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def syncer_at(broker: str, run: str = "r", **more: Any) -> Iterator[ScriptedSync
         yield syncer
 
 
-def talk_of(session: Session) -> conversation.Conversation:
+def talk_of(session: Session) -> core.LearnerCore:
     """What its link says and hears."""
     assert isinstance(session._link, Link)
     return session._link.conversation

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
+from decoupled_diloco.common.auth_keys import ROLES, Key, Role, new_key
 from decoupled_diloco.common.config import BrokerConfig, RunSettings
 from decoupled_diloco.common.errors import PeerLost, SettingError
-from decoupled_diloco.common.keys import ROLES, Key, Role, new_key
-from decoupled_diloco.common.sockets import Address, Uplink
+from decoupled_diloco.common.sockets import Address, PublishSocket
 from decoupled_diloco.common.wire import Beat
 from decoupled_diloco.monitor.ping import ping
 from house import DILOCO
@@ -65,7 +65,7 @@ def beating() -> Iterator[Callable[..., None]]:
 def _beat(address: str, key: Path | None, over: threading.Event) -> None:
     with context() as made:
         held = None if key is None else Key.load(key)
-        up = Uplink(made, Address.parse(address).control_in, hwm_messages=10, key=held)
+        up = PublishSocket(made, Address.parse(address).control_in, hwm_messages=10, key=held)
         while not over.wait(0.05):
             up.send(BEAT)
 
@@ -134,7 +134,7 @@ def test_the_command_is_a_health_check_it_takes_its_settings_from_the_environmen
 
 def test_a_ping_loads_neither_torch_nor_a_store() -> None:
     program = (
-        "import sys; from decoupled_diloco.cli import run_command; "
+        "import sys; from decoupled_diloco.cli.commands import run_command; "
         "code = run_command(['ping', '--broker', 'tcp://127.0.0.1:1', '--timeout', '0.1']); "
         "print(code, [m for m in ('torch', 'numpy', 'redis', 'matplotlib', 'rich') if m in sys.modules])"
     )

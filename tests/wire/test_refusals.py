@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 import zmq
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker.broker import Broker
+from decoupled_diloco.common.auth_keys import Key, Role, new_key, revoke
 from decoupled_diloco.common.config import BrokerConfig
+from decoupled_diloco.common.connection_monitor import BROKEN_OFF, Refusal, mechanism_of
 from decoupled_diloco.common.errors import PeerLost
-from decoupled_diloco.common.greeting import mechanism_of
-from decoupled_diloco.common.handshakes import BROKEN_OFF, Refusal
-from decoupled_diloco.common.keys import Key, Role, new_key, revoke
-from decoupled_diloco.common.sockets import Address, Downlink, Line, Uplink, refusal_of
+from decoupled_diloco.common.sockets import Address, BrokerConnection, PublishSocket, SubscribeSocket, refusal_of
 from decoupled_diloco.common.wire import Ping, beat_topic, prefix
 from decoupled_diloco.learner.discover import discover
-from decoupled_diloco.syncer.lines import Lines
+from decoupled_diloco.syncer.transport import Transport
 from transport import context, free_ports
 from waiting import wait_for
 
@@ -65,28 +64,28 @@ def keyed(place: Place) -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def lines(address: Address, file: Path | None) -> Iterator[list[Line]]:
+def lines(address: Address, file: Path | None) -> Iterator[list[BrokerConnection]]:
     """All four, as a client has them."""
     key = None if file is None else Key.load(file)
     with context() as made:
         yield [
-            Uplink(made, address.control_in, hwm_messages=100, key=key),
-            Uplink(made, address.bulk_in, hwm_messages=100, key=key),
-            Downlink(made, address.control_out, hwm_messages=100, key=key),
-            Downlink(made, address.bulk_out, hwm_messages=100, key=key),
+            PublishSocket(made, address.control_in, hwm_messages=100, key=key),
+            PublishSocket(made, address.bulk_in, hwm_messages=100, key=key),
+            SubscribeSocket(made, address.control_out, hwm_messages=100, key=key),
+            SubscribeSocket(made, address.bulk_out, hwm_messages=100, key=key),
         ]
 
 
-def looked(what: list[Line]) -> bool:
+def looked(what: list[BrokerConnection]) -> bool:
     for line in what:
         line.look()
     return True
 
 
-def wait_for_refusal(what: list[Line], refusal: Refusal | None) -> None:
+def wait_for_refusal(what: list[BrokerConnection], refusal: Refusal | None) -> None:
     def told() -> bool:
         looked(what)
-        uplinks = [line for line in what if isinstance(line, Uplink)]
+        uplinks = [line for line in what if isinstance(line, PublishSocket)]
         for uplink in uplinks:
             uplink.read_subscriptions()
         let_in = all(uplink.proven for uplink in uplinks)
@@ -148,15 +147,15 @@ def test_who_holds_a_good_key_goes_on_when_somebody_elses_is_revoked(place: Plac
         assert comes_back(mine)
 
 
-def comes_back(mine: list[Line]) -> bool:
+def comes_back(mine: list[BrokerConnection]) -> bool:
     """What is said on each plane is heard on it: the downlinks' subscriptions have arrived as well."""
     for plane in (0, 1):
         up, down = mine[plane], mine[2 + plane]
-        assert isinstance(up, Uplink)
-        assert isinstance(down, Downlink)
+        assert isinstance(up, PublishSocket)
+        assert isinstance(down, SubscribeSocket)
         down.subscribe(prefix("r", "ping", "a"))
 
-        def heard(up: Uplink = up, down: Downlink = down) -> bool:
+        def heard(up: PublishSocket = up, down: SubscribeSocket = down) -> bool:
             up.look()
             down.look()
             up.send(Ping(run="r", name="a", nonce=1))
@@ -191,7 +190,7 @@ def endpoints(address: Address) -> list[str]:
     return [address.control_in, address.control_out, address.bulk_in, address.bulk_out]
 
 
-def cut_off(mine: list[Line]) -> None:
+def cut_off(mine: list[BrokerConnection]) -> None:
     """Let all of them be cut off again and again, as on a busy machine, and hear nothing else."""
     for line in mine:
         handshakes = line._handshakes
@@ -208,7 +207,7 @@ def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
         with pytest.raises(PeerLost, match=r"wants a key: give --key FILE .*; nothing was heard for 4 s"):
             discover(str(address), timeout_seconds=4)
         file = place.new(broker="elsewhere", role="syncer", name="s")
-        syncer = Lines(str(address), "r", lambda *_: None, file)
+        syncer = Transport(str(address), "r", lambda *_: None, file)
         try:
 
             def told() -> bool:
@@ -222,7 +221,7 @@ def test_discovery_and_syncer_say_why_they_wait(place: Place) -> None:
 
 def test_with_a_key_discovery_asks_for_beats_of_its_run_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
-    monkeypatch.setattr(Downlink, "subscribe", lambda _self, topic: asked.append(topic))
+    monkeypatch.setattr(SubscribeSocket, "subscribe", lambda _self, topic: asked.append(topic))
     with pytest.raises(PeerLost, match="a beat of run r was not heard"):
         discover(f"tcp://127.0.0.1:{free_ports()}", timeout_seconds=0.1, key=place.new())
     assert asked == [beat_topic("r")]

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import zmq
-from decoupled_diloco.broker import gate, keyed
-from decoupled_diloco.broker.door import Door
-from decoupled_diloco.broker.gate import REFUSALS
-from decoupled_diloco.broker.loop import Broker
+from decoupled_diloco.broker import acl, authorized_forwarder
+from decoupled_diloco.broker.acl import REFUSALS
+from decoupled_diloco.broker.authenticator import Authenticator
+from decoupled_diloco.broker.broker import Broker
+from decoupled_diloco.common.auth_keys import Key, KeyRing, Role, new_key, revoke
 from decoupled_diloco.common.config import MESSAGE_BYTES, BrokerConfig
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.keys import Key, KeyRing, Role, new_key, revoke
 from decoupled_diloco.common.sockets import Address, Context, Socket
 from decoupled_diloco.common.wire import (
     Alive,
@@ -196,7 +196,7 @@ def test_what_somebody_called_ping_says_is_no_ping(house: House) -> None:
     key = new_key(house.directory, role="learner", run="run", name="ping")
     pass_on(house.sender(key), house.receiver("syncer", CONTROL, b"run/alive/"), alive("ping"))
     plane = house.broker._planes[0]
-    assert isinstance(plane, keyed.KeyedPlane)
+    assert isinstance(plane, authorized_forwarder.AuthorizedForwarder)
     assert plane._pings == 0
 
 
@@ -339,7 +339,7 @@ def test_a_refused_subscription_that_is_taken_back_or_whose_connection_closes_ta
 def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "SUBSCRIPTIONS", 500)
+    monkeypatch.setattr(acl, "SUBSCRIPTIONS", 500)
     greedy = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(500 + 20)))
     wait_for(lambda: house.dropped(BULK) == {"subscription": 20}, "the last ones are refused")
     assert house.broker.counters()["bulk"]["subscriptions"] == 500
@@ -355,8 +355,8 @@ def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(
 def test_a_key_that_got_all_its_subscriptions_in_a_long_time_gets_new_ones_when_all_connect_anew(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "SUBSCRIPTIONS", 50)
-    monkeypatch.setattr(keyed, "SUBSCRIPTIONS_SECONDS", 0)
+    monkeypatch.setattr(acl, "SUBSCRIPTIONS", 50)
+    monkeypatch.setattr(authorized_forwarder, "SUBSCRIPTIONS_SECONDS", 0)
     for _ in range(3):
         leaving = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(40)))
         house.works(BULK)
@@ -385,7 +385,7 @@ def test_a_key_that_is_barred_is_told_once_and_connections_are_cut_once(
 ) -> None:
     key, cuts = new_key(tmp_path, role="learner", run="run", name="bob"), Counter[str]()
     with context() as made:
-        door = Door(made, KeyRing(tmp_path), lambda: None)
+        door = Authenticator(made, KeyRing(tmp_path), lambda: None)
         door.guard([], lambda: cuts.update(["cut"]))
         door.start()
         try:

@@ -13,7 +13,7 @@ import zmq
 from decoupled_diloco.common import sockets
 from decoupled_diloco.common.config import MESSAGE_BYTES
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.sockets import Address, Context, Uplink, Waker, is_ipv6
+from decoupled_diloco.common.sockets import Address, Context, PublishSocket, Waker, is_ipv6
 from decoupled_diloco.common.wire import Alive, Beat, Hello, Message, Update, Welcome, beat_topic, encode, prefix
 from transport import BrokerChild, broker_here, context, downlink, free_ports, meet, next_of, take_all, update, uplink
 from waiting import wait_for
@@ -113,7 +113,7 @@ def test_nothing_is_sent_or_numbered_while_no_broker_listens() -> None:
     with context() as made:
         address = Address("127.0.0.1", free_ports())
         up, down = (
-            Uplink(made, address.bulk_in, hwm_messages=10),
+            PublishSocket(made, address.bulk_in, hwm_messages=10),
             downlink(made, address.bulk_out, prefix("run", "fragment")),
         )
         assert not up.proven
@@ -125,7 +125,7 @@ def test_nothing_is_sent_or_numbered_while_no_broker_listens() -> None:
 def test_closing_without_a_broker_does_not_wait_for_it() -> None:
     made: Context = zmq.Context()
     address = Address("127.0.0.1", free_ports())
-    up, down = Uplink(made, address.bulk_in, hwm_messages=10), downlink(made, address.bulk_out, b"run/")
+    up, down = PublishSocket(made, address.bulk_in, hwm_messages=10), downlink(made, address.bulk_out, b"run/")
     up.send(update())
     ended = threading.Event()
 

@@ -16,8 +16,8 @@ from decoupled_diloco.common.errors import Diverged, SaveFailed, SettingError, S
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.registry import list_runs, read_status
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
-from decoupled_diloco.compose.store import EmbeddedStore
-from decoupled_diloco.syncer import loop, members
+from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.syncer import loop, membership
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.rounds import FAILED_MERGES
 from logged import logged
@@ -180,7 +180,7 @@ def test_a_learner_whose_name_went_to_another_one_meanwhile_is_told_so_when_it_i
 def test_a_learner_that_was_silent_so_long_that_it_was_forgotten_is_asked_to_say_hello(
     house: SyncerHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "REMEMBERED", 0)
+    monkeypatch.setattr(membership, "REMEMBERED", 0)
     a = house.learner("a")
     a.join()
     served = house.syncer.current.served
@@ -674,7 +674,7 @@ def test_a_learner_that_falls_silent_at_the_end_is_awaited_until_its_goodbye(
         house.stop()
         house.start(drain_seconds=1000.0)
         a, b, beat = two_at_the_end(house)
-        monkeypatch.setattr(members, "SILENCE_SECONDS", 0.3)
+        monkeypatch.setattr(membership, "SILENCE_SECONDS", 0.3)
         a.goodbye("finished", beat.model_hash)
         wait_for(lambda: lost(house, "b"), "the other one is lost")
         before = len(beats(a))

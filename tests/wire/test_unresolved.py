@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoupled_diloco.common import names
+from decoupled_diloco.common import host_lookup
 from decoupled_diloco.common.errors import PeerLost
-from decoupled_diloco.common.sockets import Address, Downlink, Uplink, unresolved_of
+from decoupled_diloco.common.sockets import Address, PublishSocket, SubscribeSocket, unresolved_of
 from decoupled_diloco.learner.discover import discover
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.monitor.ping import ping
-from decoupled_diloco.syncer.lines import Lines
+from decoupled_diloco.syncer.transport import Transport
 from logged import logged
 from torch import nn
 from transport import HWM, BrokerChild, context
@@ -32,7 +32,7 @@ def test_who_looks_for_a_broker_whose_name_leads_nowhere_says_so(tmp_path: Path)
         with pytest.raises(PeerLost, match=SENTENCE):
             Observer(NOWHERE, nn.Linear(2, 2), run="r", join_timeout_seconds=1.0)
         assert len(events("host_unresolved")) == 1
-    lines = Lines(NOWHERE, "r", lambda *_: None)
+    lines = Transport(NOWHERE, "r", lambda *_: None)
     try:
 
         def unresolved() -> str:
@@ -55,13 +55,14 @@ def test_a_name_that_leads_nowhere_any_more_is_named_and_forgotten_once_it_is_ba
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve(*arguments)
 
-    monkeypatch.setattr(names, "AGAIN_SECONDS", 0.05)
-    lookup = names.Lookup("localhost", resolver)
-    monkeypatch.setattr(names.Place.__init__, "__defaults__", (lambda _: lookup,))
+    monkeypatch.setattr(host_lookup, "AGAIN_SECONDS", 0.05)
+    lookup = host_lookup.Lookup("localhost", resolver)
+    monkeypatch.setattr(host_lookup.HostWatch.__init__, "__defaults__", (lambda _: lookup,))
     with BrokerChild() as broker, context() as made:
         address = Address("localhost", broker.address.port)
         lines = [
-            Uplink(made, address.control_in, hwm_messages=HWM), Downlink(made, address.control_out, hwm_messages=HWM)
+            PublishSocket(made, address.control_in, hwm_messages=HWM),
+            SubscribeSocket(made, address.control_out, hwm_messages=HWM),
         ]  # fmt: skip
 
         def looked() -> bool:

@@ -1,0 +1,167 @@
+"""Joining a run: Hello until a Welcome comes, at the start and again under each new epoch; the learner that the syncer
+chooses sends version 0. Pure: no socket, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..common.codec import digest
+from ..common.config import RunSettings, TaskSettings
+from ..common.errors import Malformed, Refused
+from ..common.fragments import Fragment, Plan, balanced_plan
+from ..common.log import get_logger
+from ..common.wire import Beat, Hello, Seed, Welcome, split
+from .identity import Identity
+from .mailbox import Mailbox
+
+SEED_PATIENCE = 3
+"""So many answers in a row that name the same fragments as missing, and these are sent again."""
+
+
+class SeedSource(Protocol):
+    """A model that does not train yet."""
+
+    def vector(self, fragment: Fragment) -> Tensor:
+        """Flat f32 in host memory."""
+        ...
+
+    def static_bytes(self) -> bytes: ...
+
+
+class SeedSender:
+    """What is to be sent of version 0. `source` is None where nothing can be given (an observer)."""
+
+    def __init__(self, me: Identity, source: Callable[[Plan], SeedSource] | None) -> None:
+        self._me, self._source = me, source
+        self._messages: Iterator[Seed] | None = None
+        self._missing: tuple[int, ...] = ()
+        self._repeats = 0
+
+    @property
+    def chosen(self) -> bool:
+        """This learner was chosen."""
+        return bool(self._missing)
+
+    @property
+    def sending(self) -> bool:
+        return self._messages is not None
+
+    def drop(self) -> None:
+        """Another syncer process: it will choose anew."""
+        self._messages, self._missing, self._repeats = None, (), 0
+
+    def asked(self, plan: Plan, missing: tuple[int, ...], epoch: int) -> bool:
+        """The syncer lacks these parts; True if they are sent now, False if they may be on their way still.
+
+        Malformed if this process has nothing to give.
+        """
+        if self._source is None:
+            raise Malformed("verdict", "an observer cannot give version 0")
+        self._repeats = self._repeats + 1 if missing == self._missing else 0
+        on_its_way = self.chosen and self._repeats < SEED_PATIENCE
+        self._missing = missing
+        if self.sending or on_its_way:
+            return False
+        self._repeats = 0
+        self._messages = self._parts(self._source(plan), plan, missing, epoch)
+        return True
+
+    def next(self) -> Seed | None:
+        """The next chunk to send; each fragment is copied out of the model only when its turn has come."""
+        message = next(self._messages, None) if self._messages is not None else None
+        if message is None:
+            self._messages = None
+        return message
+
+    def _parts(self, source: SeedSource, plan: Plan, missing: Sequence[int], epoch: int) -> Iterator[Seed]:
+        for index in missing:
+            if index > plan.static_index:
+                continue
+            static = index == plan.static_index
+            content = source.static_bytes() if static else source.vector(plan.fragments[index]).numpy().data.cast("B")
+            told = digest(content)
+            for part in split(content):
+                yield Seed(
+                    run=self._me.run, name=self._me.name, incarnation=self._me.incarnation, epoch=epoch,
+                    fragment=index, digest=told, **part,
+                )  # fmt: skip
+
+
+log = get_logger("learner")
+
+HELLO_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What a Welcome and the Beat before it say of the run."""
+
+    plan: Plan
+    settings: RunSettings
+    task: TaskSettings | None
+
+
+class JoinRequest:
+    """Asks to be let in, and gives version 0 if it is asked for that."""
+
+    def __init__(self, me: Identity, desk: Mailbox, seeding: SeedSender) -> None:
+        self.me, self.desk, self.seeding = me, desk, seeding
+        self.plan: Plan | None = None
+        """The plan by which this process was let in; it stays the same under later epochs."""
+        self._due = 0.0
+
+    def ask_anew(self) -> None:
+        """Another syncer process serves the run."""
+        self.seeding.drop()
+        self._due = 0.0
+
+    def hello(self, now: float) -> Iterator[Hello]:
+        """The Hello, if it is due; seldom while version 0 is on its way."""
+        if now >= self._due:
+            self._due = now + (2 * HELLO_SECONDS if self.seeding.chosen else HELLO_SECONDS)
+            yield self.me.hello()
+
+    def answered(self, welcome: Welcome, beat: Beat) -> Admitted | None:
+        """Take the syncer's answer; what it says of the run once we are in. Refused if that will not be."""
+        if welcome.verdict == "wait":
+            self.desk.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
+        elif welcome.verdict == "refused":
+            raise Refused(f"run {self.me.run} does not take {self.me.name}: {welcome.reason}")
+        elif welcome.verdict == "seed" and self.plan is not None:
+            raise Refused(  # and the model is not the link's to read once it trains
+                f"run {self.me.run} begins anew and has nothing of what {self.me.name} was part of; start it again"
+            )
+        elif welcome.verdict == "seed":
+            self.desk.waits_for = "its version 0 to be stored by the syncer"
+            if self.seeding.asked(self._plan_of(welcome), welcome.missing, welcome.epoch):
+                log.info("seeding", parts=len(welcome.missing))
+        elif welcome.verdict in ("welcome", "finished"):
+            self.seeding.drop()
+            self.plan = self._plan_of(welcome)
+            return self._admitted(self.plan, beat)
+        return None
+
+    def _plan_of(self, welcome: Welcome) -> Plan:
+        """The plan that the welcome speaks of; Refused if this side derives another one, or trains by another one."""
+        plan = balanced_plan(self.me.layout, welcome.fragments)
+        if plan.digest != welcome.plan_digest or (self.plan is not None and self.plan.digest != plan.digest):
+            raise Refused(
+                f"run {self.me.run} cuts the model into {welcome.fragments} fragments otherwise than {self.me.name} "
+                "does; use the same version of this package on both sides, and start the learner again"
+            )
+        return self.plan or plan
+
+    def _admitted(self, plan: Plan, beat: Beat) -> Admitted:
+        try:
+            settings = RunSettings.from_map(beat.settings)
+            return Admitted(plan, settings, TaskSettings.from_map(beat.task) if beat.task else None)
+        except Malformed as wrong:
+            raise Refused(
+                f"the settings of run {self.me.run} are not understood here ({wrong}); "
+                "use the same version of this package on both sides"
+            ) from wrong

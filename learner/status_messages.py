@@ -1,0 +1,97 @@
+"""What a learner tells about itself: Alive each second, Goodbye at the end, and why it is an orphan. Pure.
+
+A message with one figure out of range is rejected as a whole, and its sender is then taken for lost. So every figure is
+brought into its range here, whatever a script, a clock or a machine made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..common.config import LearnerConfig
+from ..common.wire import GOODBYE_REASONS, MAX_COUNT, MAX_LOSS, MAX_SECONDS, Alive, Beat, Goodbye
+from .counters import Counts
+from .identity import Identity
+from .mailbox import TrainingStatus
+from .public_model import PublicFragment
+
+
+@dataclass(frozen=True)
+class ByteCounts:
+    """What the sockets counted so far."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    gaps: int = 0
+
+
+def alive(
+    me: Identity,
+    epoch: int,
+    counters: TrainingStatus | None,
+    held: Sequence[PublicFragment | None],
+    *,
+    traffic: ByteCounts,
+    now: float,
+) -> Alive:
+    """The learner's own figures. counters: None while it has not joined yet; held: public fragments under `epoch`."""
+    own = counters or TrainingStatus(versions=(0,) * len(held), versions_epoch=epoch, last_step_at=now, started_at=now)
+    whole = [public for public in held if public is not None]
+    whole = whole if len(whole) == len(held) else []
+    return Alive(
+        run=me.run, name=me.name, incarnation=me.incarnation, epoch=_count(own.versions_epoch),
+        local_steps=_count(own.books.steps), tokens=_count(own.books.tokens), step_seconds=_seconds(own.step_seconds),
+        last_step_age_seconds=_seconds(now - own.last_step_at), inner_seconds=_seconds(own.inner_seconds),
+        session_seconds=_seconds(own.session_seconds), since_first_step_seconds=_seconds(now - own.started_at),
+        loss=_loss(own.loss), versions=own.versions, digests=tuple(public.digest[:16] for public in whole),
+        digest_versions=tuple(public.version for public in whole), bytes_up=_count(traffic.bytes_up),
+        bytes_down=_count(traffic.bytes_down), gaps=_count(traffic.gaps),
+    )  # fmt: skip
+
+
+def goodbye(
+    me: Identity, reason: str, counters: TrainingStatus | None, model_hash: str, buffers: int | None = 0
+) -> Goodbye:
+    """The last counters. A reason that the protocol does not have is sent as `stopped`."""
+    books = counters.books if counters is not None else Counts()
+    return Goodbye(
+        run=me.run, name=me.name, incarnation=me.incarnation, model_hash=model_hash,
+        reason=reason if reason in GOODBYE_REASONS else "stopped",
+        local_steps=_count(books.steps), tokens=_count(books.tokens), buffers=buffers,
+    )  # fmt: skip
+
+
+def orphaned(config: LearnerConfig, beat: Beat, silent_seconds: float, refusal: str = "") -> str:
+    """Why a learner that has heard nothing since `beat` stops and, where the run has probably finished meanwhile, how
+    to get the final model.
+    """
+    sentence = f"{config.name} heard no beat of run {beat.run} for {config.orphan_timeout_seconds:g} s"
+    if refusal:
+        sentence += f": {refusal}"
+    ahead = silent_seconds / beat.step_seconds if beat.step_seconds else 0.0
+    if beat.state in ("draining", "finished") or (beat.state == "running" and beat.t + ahead >= beat.steps):
+        sentence += (
+            f"; the run was at step {beat.t} of {beat.steps} and has probably finished: its final model is "
+            "model.safetensors in the folder of its syncer, which gives it to learners that are started again while "
+            f"`diloco syncer --broker {config.broker} --dir FOLDER` runs there"
+        )
+    return sentence
+
+
+def _count(value: int) -> int:
+    return min(max(int(value), 0), MAX_COUNT)
+
+
+def _seconds(value: float) -> float:
+    """0 for what is no number of seconds: a clock that went back, or nothing finite."""
+    value = float(value)
+    return min(max(value, 0.0), MAX_SECONDS) if math.isfinite(value) else 0.0
+
+
+def _loss(value: float | None) -> float | None:
+    """The nearest loss that travels; None for none, and for one that is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return min(max(float(value), -MAX_LOSS), MAX_LOSS)

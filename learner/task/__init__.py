@@ -1,0 +1,1 @@
+"""The built-in training: a byte-level transformer on text, in the way of a user's own script around a session."""

@@ -1,0 +1,110 @@
+"""A virtual cluster's substance that is real: production state and merge here, production sessions at the learners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..common.codec import digest
+from ..common.config import RunSettings, TaskSettings
+from ..common.errors import Malformed, SettingError
+from ..common.fragments import MergeKind, Plan, balanced_plan, default_fragments
+from ..learner.mailbox import Joined
+from ..learner.public_model import PublicFragment
+from ..learner.replica import Replica, layout_of
+from ..learner.task.text import Corpus
+from ..learner.task.transformer import Transformer
+from ..syncer.global_model import GlobalModel
+from ..syncer.journal import recorded
+from ..syncer.metrics import RunMetrics
+from ..syncer.publish import book_merge, merge_answers
+from ..syncer.rounds import Merge, Rounds
+from ..syncer.run_state import Served
+from .ablation import USUAL, Ablation
+from .backend import EPOCH, MERGE_SECONDS, Sent
+from .virtual_learner import VirtualLearner
+
+
+class TrainedModel:
+    """The global model of one virtual run; version 0 is what the seed makes."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        task: TaskSettings,
+        corpus: Corpus,
+        *,
+        tape: Path | None = None,
+        variant: Ablation = USUAL,
+        model: Transformer | None = None,
+    ) -> None:
+        """model: what the run begins with; None = what its seed makes. A tape says nothing of either, nor of a
+        variant: SettingError where there are both.
+        """
+        if tape is not None and (model is not None or variant != USUAL):
+            raise SettingError("a run of another rule or another start has no tape: it would replay to other bits")
+        self.settings, self.task, self.corpus = settings, task, corpus
+        self.variant = variant
+        self.state, self.plan = version_zero(settings, task, variant.merge, model)
+        sizes = [f.parameters for f in self.plan.fragments]
+        self.rounds = Rounds(settings, sizes, EPOCH)
+        if tape is not None:
+            self.rounds = recorded(
+                tape, settings, sizes, epoch=EPOCH, task=task, plan_digest=self.plan.digest, data_hash=corpus.sha256
+            )
+        self.figures = RunMetrics(self.plan.parameters, self.rounds.schedule.steps_between)
+        self._served = Served(self.state, self.rounds, self.figures)
+        self._whole = [PublicFragment(0, vector, digest(vector)) for vector in self.state.public]
+
+    def worker(self, name: str, incarnation: int, tape: Path | None) -> VirtualLearner:
+        joined = Joined(
+            self.plan, self.settings, self.task, EPOCH, self.rounds.t, tuple(self._whole), self.state.static
+        )
+        return VirtualLearner(joined, self.corpus, name, incarnation, tape=tape, keeps=self.variant.keeps)
+
+    def whole(self) -> list[PublicFragment]:
+        return list(self._whole)
+
+    def take(self, sent: Sent) -> str:
+        answers = (self._served.intake.take(chunk) for chunk in sent.content)
+        try:
+            (answer,) = (answer for answer in answers if answer is not None)  # all chunks are here, so it is whole
+        except Malformed as wrong:
+            return wrong.reason
+        return self.rounds.answer(answer)
+
+    def merge(self, merge: Merge, now: float) -> tuple[PublicFragment, int] | None:
+        fragment = merge.call.fragment
+        self.state.settings = self.variant.outer(self.settings, min(1.0, merge.call.t / self.settings.steps))
+        try:
+            merged = merge_answers(self._served, merge)
+        except Malformed:
+            return None
+        if not self.variant.feedback:
+            self.state.residual[fragment] = torch.zeros_like(self.state.residual[fragment])
+        public = PublicFragment(merged.version, self.state.public[fragment], merged.digest, merge.contributors)
+        book_merge(self._served, merge, merged, now, MERGE_SECONDS)
+        self._whole[fragment] = public
+        return public, len(merged.payload)
+
+    def finish(self) -> str:
+        self.state.finalize()
+        model_hash = self.state.model_hash()
+        self.rounds.ended(model_hash)
+        return model_hash
+
+
+def version_zero(
+    settings: RunSettings, task: TaskSettings, merge: MergeKind = "rda", model: Transformer | None = None
+) -> tuple[GlobalModel, Plan]:
+    """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot.
+
+    merge: mean = the weighted mean for all tensors. model: what it begins with; None = what the seed makes.
+    """
+    model = model or Transformer(task, settings.seed)
+    layout = layout_of(model, merge=dict.fromkeys(dict(model.named_parameters()), merge) if merge == "mean" else None)
+    plan = balanced_plan(layout, settings.fragments or default_fragments(layout, settings.sync_every))
+    replica = Replica(model, plan)
+    vectors = [replica.vector(f) for f in plan.fragments]
+    return GlobalModel.from_version_zero(plan, settings, vectors, replica.static_bytes()), plan

@@ -1,0 +1,171 @@
+"""A learner without a network: the built-in training loop and a production Session, whose messages are handed over
+in this process. Whoever drives it says what lies on its desk at each step boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..common.config import LearnerConfig
+from ..common.errors import Malformed
+from ..common.wire import Beat, Call, Delta
+from ..learner.boundary import ModelExchange
+from ..learner.counters import Counts
+from ..learner.identity import Identity
+from ..learner.mailbox import Arrival, Joined, Mailbox
+from ..learner.outbox import encode_answer
+from ..learner.public_model import PublicFragment
+from ..learner.replica import Replica, layout_of
+from ..learner.session import Session
+from ..learner.task.loop import make_optimizer, train_on
+from ..learner.task.text import Corpus, batches
+from ..learner.task.transformer import Transformer
+from ..learner.timing import Progress
+from .backend import EPOCH, Sent
+
+
+class VirtualMailbox(Mailbox):
+    """A desk on which time is what its owner says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.progress_told = Progress(0.0, 0)
+
+    def progress(self, now: float) -> Progress:
+        del now
+        return self.progress_told
+
+    def progress_at_time(self, now: float) -> Progress:
+        """As a learner that heard the beats that lie here would reckon it."""
+        return super().progress(now)
+
+
+@dataclass
+class VirtualLink:
+    """What a session needs of a link; it sends nothing."""
+
+    config: LearnerConfig
+    me: Identity
+    desk: Mailbox
+
+    def wake(self) -> None: ...
+
+    def leave(self, reason: str) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def join_thread(self, seconds: float) -> bool:
+        del seconds
+        return True
+
+
+class RetainingExchange(ModelExchange):
+    """Who had no part in a merge keeps what it has done since it adopted the fragment last (comparisons only)."""
+
+    def _write(self, arrival: Arrival, how: str) -> Counts | None:
+        if how != "rebase" or arrival.own is not None:
+            return super()._write(arrival, how)
+        fragment = arrival.fragment
+        self._captures.pop(fragment, None)
+        self.replica.rebase(self.plan.fragments[fragment], arrival.public.vector, self.public[fragment].vector)
+        return self.books.accounts[fragment].since
+
+
+class RetainingSession(Session):
+    exchange_kind = RetainingExchange
+
+
+class VirtualLearner:
+    """One life of a learner, from the public model that it begins with."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        corpus: Corpus,
+        name: str,
+        incarnation: int,
+        *,
+        waits: Sequence[tuple[int, PublicFragment]] = (),
+        tape: Path | None = None,
+        keeps: bool = False,
+    ) -> None:
+        """waits: fragments that came after the welcome and are adopted before the first step.
+        keeps: as simulator/ablation.py has it.
+        """
+        settings, task = joined.settings, joined.task
+        assert task is not None  # noqa: S101 whoever drives it says what is trained
+        self.task = task
+        self.share = 1.0
+        """Of each batch that is trained on: a learner that lost slices works on less."""
+        self._owed = 0.0
+        """Sequences that rounding has left out so far, so that it is the share on average."""
+        self.model = Transformer(task, settings.seed)
+        self.optimizer = make_optimizer(self.model)
+        self.me = Identity(
+            run=settings.run, name=name, incarnation=incarnation, layout=layout_of(self.model), data_hash=corpus.sha256
+        )
+        self.desk = VirtualMailbox()
+        self.plan, self.codec = joined.plan, settings.codec_up
+        self.desk.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in waits])
+        link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.desk)
+        kind = RetainingSession if keeps else Session
+        self.session = kind(link, joined, Replica(self.model, joined.plan), self.optimizer)
+        self._batches = batches(
+            corpus.train, task.batch_sequences, task.sequence_length,
+            seed=settings.seed, name=name, incarnation=incarnation,
+        )  # fmt: skip
+
+    @property
+    def done(self) -> Counts:
+        return Counts(self.session.local_steps, self.session.tokens)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return self.session.versions
+
+    def hear(self, beat: Beat, now: float) -> None:
+        self.desk.heard(beat, now)
+
+    def begin_step(self, now: float) -> None:
+        self.desk.progress_told = self.desk.progress_at_time(now)
+
+    def step(self, calls: Sequence[Call]) -> float:
+        self.desk.open_calls(calls)
+        inputs, targets = next(self._batches)
+        self._owed += self.share * len(inputs)
+        rows = min(len(inputs), max(1, round(self._owed)))
+        self._owed -= rows
+        return train_on(
+            self.session, self.model, self.optimizer, inputs[:rows], targets[:rows],
+            local_step=self.session.local_steps, inner_lr=self.task.inner_lr,
+        )  # fmt: skip
+
+    def captured(self) -> list[list[Delta]]:
+        """The answers of the last boundary, each as the chunks that would be sent. What is not finite is told."""
+        answers = []
+        for capture in self.desk.take_captures():
+            fragment = self.plan.fragments[capture.call.fragment]
+            try:
+                answers.append(encode_answer(self.me, fragment, self.codec, capture))
+            except Malformed:
+                self.desk.found_nonfinite()
+            self.desk.give_back(capture)
+        return answers
+
+    def sent(self) -> list[Sent]:
+        return [Sent(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
+
+    def deliver(self, fragment: int, public: PublicFragment, *, reset: bool = False) -> None:
+        self.desk.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
+
+    def wants_reset(self) -> bool:
+        return self.desk.take_reset_wish()
+
+    def arrival(self, fragment: int, epoch: int, public: PublicFragment, *, told: bool = True) -> Arrival:
+        """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""
+        return Arrival(fragment, epoch, public, public.part_of(self.me.pair) if told else None)
+
+    def close(self) -> None:
+        self.session.close("stopped")

@@ -1,0 +1,254 @@
+"""Who comes, who is here, who goes: Hello, Seed, Alive, Goodbye and the Welcomes that answer them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from ..common.errors import Malformed, SettingError
+from ..common.fragments import Plan
+from ..common.printable import printable
+from ..common.wire import Alive, Buffers, Delta, Goodbye, Hello, Seed, Welcome
+from . import stall_diagnosis
+from .admission import Admission, Reply, SeedAssembly
+from .checkpoint_writer import Stored
+from .global_model import GlobalModel
+from .membership import RESET_AFTER, Member, Membership
+from .model_file import read_model
+from .rejections import SENDERS, sentence_of
+from .run_state import Components, RunState, Served
+from .stall_diagnosis import StallReason
+from .startup import serve
+
+
+class ControlHandler:
+    """Takes the messages of coming and going, and answers them."""
+
+    def __init__(self, parts: Components, run: RunState) -> None:
+        self._parts, self._run = parts, run
+        self._joining = Admission(run.settings)
+        self.asked_at = float("-inf")
+        """When somebody said Hello last."""
+        self._greeted: dict[str, int] = {}
+        """Name -> incarnation of the last thousand that said a valid Hello: no other sender is answered unasked."""
+
+    def hello(self, hello: Hello, now: float) -> None:
+        run, joining, teller = self._run, self._joining, self._parts.teller
+        self.asked_at = now
+        joining.plan = run.served.state.plan if run.served else None
+        joining.finished = run.phase == "finished"
+        chosen = joining.seeding
+        self._greet(hello)
+        reply = joining.reply(hello, run.served.rounds.members if run.served else Membership(), now)
+        if reply.verdict == "seed" and self._parts.config.init is not None:
+            reply = self._seed_from_file(self._parts.config.init)
+        if reply.verdict == "refused":
+            teller.event("refused", learner=hello.name, reason=reply.reason)
+        if joining.seeding is not None and joining.seeding is not chosen:
+            run.phase = "seeding"
+            teller.event("seeding", learner=hello.name)
+        if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
+            self._join(run.served, hello, now)
+        if reply.verdict == "finished" and hello.role == "learner":
+            run.confirmations.await_from([(hello.name, hello.incarnation)])
+            run.confirmations.asked((hello.name, hello.incarnation), time.monotonic())
+        if reply.verdict == "finished" and not run.buffers.settled:
+            reply = Reply("wait", "the final buffers are on their way")
+        self._answer(hello.name, hello.incarnation, reply)
+
+    def seed(self, message: Seed, now: float) -> None:
+        if self._run.served is not None:
+            return  # a chunk of version 0 that came twice
+        seeding = self._joining.seed(message, now)
+        if seeding is None:
+            return
+        try:
+            self._seeded(seeding.plan, *_vectors(seeding), source=message.name)
+        except Malformed as wrong:
+            self._answer(message.name, message.incarnation, Reply("refused", f"your model is no version 0: {wrong}"))
+            raise
+
+    def alive(self, alive: Alive, now: float) -> None:
+        served = self._run.served
+        if served is None:
+            return
+        members = served.rounds.members
+        was = members.get((alive.name, alive.incarnation))
+        returned = was is not None and was.state == "lost"
+        member = served.rounds.heard(alive, now)
+        if member is None:
+            if was is None:
+                self._tell_stranger(alive, members)
+            raise Malformed("stranger", "not a member")
+        if returned:
+            self._parts.teller.event("returned", learner=member.name)
+        served.figures.stepped(now, alive.since_first_step_seconds)
+        if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
+            self.reset(member, "it holds other bits than the run")
+
+    def _tell_stranger(self, alive: Alive, members: Membership) -> None:
+        """Who was silent for so long that it is no member any more does not know: it would train on for nothing."""
+        holder = members.by_name.get(alive.name)
+        reply = Reply("wait", "you were not heard for long; say Hello again")
+        if holder is not None and holder.state in ("live", "stalled"):
+            reply = Reply("refused", f"another learner took the name {alive.name} while you were not heard")
+        self._answer(alive.name, alive.incarnation, reply)
+
+    def goodbye(self, goodbye: Goodbye, now: float) -> None:
+        served, who = self._run.served, (goodbye.name, goodbye.incarnation)
+        self._run.confirmations.left(who, goodbye.reason, goodbye.model_hash, self._run.model_hash)
+        member = served.rounds.members.get(who) if served else None
+        if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
+            self._offer(goodbye, now)
+        if served is None or member is None or member.state == "left":
+            return  # the same goodbye again
+        served.rounds.left(who, goodbye.local_steps, goodbye.tokens)
+        self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
+        if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
+            self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
+        self._parts.teller.member(member, served.rounds, now)
+
+    def _offer(self, goodbye: Goodbye, now: float) -> None:
+        """A learner that holds the final model says what its training has made of the static part."""
+        run = self._run
+        if run.phase == "finished" and goodbye.reason == "finished" and goodbye.model_hash == run.model_hash:
+            run.buffers.offer((goodbye.name, goodbye.incarnation), goodbye.buffers, now)
+
+    def buffers(self, message: Buffers, now: float) -> None:
+        """Take one chunk of the final buffers; the writer checks and stores them when all are here."""
+        run = self._run
+        if run.served is None or run.phase != "finished":
+            raise Malformed("early", "buffers are taken once the run is finished")
+        state = run.served.state
+        received = run.buffers.take(message, state.plan, run.epoch, now)
+        if received is not None:
+            self._parts.writer.store_buffers(state.plan, received, state.static)
+
+    def buffers_stored(self, served: Served, stored: Stored, now: float) -> None:
+        """Checked buffers into the model. Malformed if they are refused: then another learner is asked."""
+        learner, teller, state = stored.received.last.name, self._parts.teller, served.state
+        if stored.refused is not None:
+            self._run.buffers.checked(f"sent what is refused ({stored.refused})", now)
+            raise stored.refused
+        self._run.buffers.checked("", now)
+        state.take_static(learner, stored.moved, stored.static)
+        if stored.error:
+            sentence = (
+                f"the buffers of {learner} could not be stored ({stored.error}); model.safetensors gets them all the "
+                "same, a syncer that is started again would not have them"
+            )
+            teller.warn("buffers_not_saved", learner=learner, error=stored.error, sentence=sentence)
+        names = [state.plan.layout.static[index].name for index in stored.moved]
+        teller.event("buffers_taken", learner=learner, tensors=len(names), first=", ".join(names[:3]))
+
+    def rejected(self, kind: str, name: str, incarnation: int | None, reason: str, detail: str) -> None:
+        """A message was not taken: count it, reset a learner after three wrong answers in a row, and warn a sender
+        whose messages are rejected again and again.
+
+        incarnation: None where the message could not be read and its topic alone names the sender.
+        """
+        served = self._run.served
+        member = served.rounds.members.by_name.get(name) if served else None
+        if member is not None and incarnation in (None, member.incarnation):
+            incarnation = member.incarnation
+            wrong = kind == Delta.KIND and member.reject(reason)
+            member.rejected += kind != Delta.KIND
+            if wrong:
+                self.reset(member, f"{RESET_AFTER} rejected answers in a row, the last one: {detail}")
+        elif incarnation in (None, self._greeted.get(name)):
+            incarnation = self._greeted.get(name)
+        else:
+            incarnation = None
+        if incarnation is not None:
+            sentence = sentence_of(reason, detail)
+            notice = self._run.rejections.rejected((name, incarnation), kind, sentence, self._parts.clock.now())
+            if notice:
+                self._answer(name, incarnation, Reply("notice", notice))
+
+    def waits_for(self, now: float) -> StallReason | None:
+        """What a run without a model waits for, once a learner is chosen to begin it."""
+        seeding = self._joining.seeding
+        if seeding is None or now - seeding.progress_at < stall_diagnosis.SEED_SECONDS:
+            return None
+        parts, missing = len(seeding.assemblies), len(seeding.missing())
+        sentence = (
+            f"{seeding.who[0]} was chosen to send version 0 and has sent nothing for {now - seeding.progress_at:.0f} s "
+            f"({missing} of {parts} parts are missing)"
+        )
+        return StallReason("seed", sentence, patience_seconds=0.0)
+
+    def _greet(self, hello: Hello) -> None:
+        self._greeted.pop(hello.name, None)
+        self._greeted[hello.name] = hello.incarnation
+        if len(self._greeted) > SENDERS:
+            del self._greeted[next(iter(self._greeted))]
+
+    def reset(self, member: Member, why: str) -> None:
+        """Order a learner to drop what it has and fetch every fragment, unless it was told so a moment ago."""
+        if not member.order_reset(self._parts.clock.now()):
+            return
+        self._parts.teller.warn("reset", learner=member.name, reason=why)
+        self._answer(member.name, member.incarnation, Reply("reset", why))
+
+    def _join(self, served: Served, hello: Hello, now: float) -> None:
+        members, teller = served.rounds.members, self._parts.teller
+        known = members.get((hello.name, hello.incarnation))
+        member = served.rounds.join(hello.name, hello.incarnation, now)
+        member.host, member.device, member.pid = hello.host, hello.device, hello.pid
+        if known is not None:
+            return
+        teller.event("joined", learner=hello.name, incarnation=hello.incarnation, host=hello.host)
+        ours = self._parts.config.data_hash
+        if ours and hello.data_hash and ours != hello.data_hash:
+            teller.warn("data_differs", learner=hello.name)
+
+    def _answer(self, name: str, incarnation: int, reply: Reply) -> None:
+        seeding, served = self._joining.seeding, self._run.served
+        plan = served.state.plan if served else seeding.plan if seeding else None
+        self._parts.lines.send(
+            Welcome(
+                run=self._run.settings.run,
+                name=name,
+                incarnation=incarnation,
+                epoch=self._run.epoch,
+                verdict=reply.verdict,
+                reason=printable(reply.reason)[:1000],
+                fragments=plan.P if plan else 0,
+                plan_digest=plan.digest if plan else "",
+                missing=reply.missing,
+            )
+        )
+
+    def _seed_from_file(self, path: Path) -> Reply:
+        """Version 0 from the file that was given, if it holds the model that the first Hello describes."""
+        seeding, self._joining.seeding = self._joining.seeding, None
+        if seeding is None:
+            return Reply("wait")
+        try:
+            vectors, static = read_model(seeding.plan, path)
+        except SettingError as wrong:
+            return Reply("refused", str(wrong))
+        self._seeded(seeding.plan, vectors, static, source=str(path))
+        return Reply("wait", "version 0 has just been read")
+
+    def _seeded(self, plan: Plan, vectors: list[torch.Tensor], static: bytes, *, source: str) -> None:
+        """Version 0 is complete: on the disk first, and only then for anybody to use."""
+        settings = self._run.settings
+        self._joining.seeding = None  # whatever becomes of it, this choice is over
+        self._parts.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
+        serve(self._parts, self._run, GlobalModel.from_version_zero(plan, settings, vectors, static))
+        self._parts.teller.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
+
+
+def _holds_other_bits(served: Served, alive: Alive) -> bool:
+    rows = zip(served.digests, alive.digest_versions, alive.digests, strict=False)
+    return any(version in known and not known[version].startswith(theirs) for known, version, theirs in rows)
+
+
+def _vectors(seeding: SeedAssembly) -> tuple[list[torch.Tensor], bytes]:
+    """Flat f32 vectors of every fragment and the static bytes, from the complete assemblies."""
+    plan = seeding.plan
+    vectors = [torch.frombuffer(seeding.assemblies[p].payload, dtype=torch.float32) for p in range(plan.P)]
+    return vectors, bytes(seeding.assemblies[plan.static_index].payload)

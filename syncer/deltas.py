@@ -1,0 +1,145 @@
+"""Delta chunks, assembled, decoded and checked before memory is taken for them; deltas that are well formed
+and finite but far beyond the usual norm are filtered out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from statistics import median
+
+from torch import Tensor
+
+from ..common.codec import encoded_bytes
+from ..common.errors import Malformed
+from ..common.wire import Assembly, Delta
+from .aggregate import norm
+from .global_model import GlobalModel
+from .ledger import Who
+from .rounds import Answer, Rounds
+
+NORM_FACTOR = 100.0
+NORM_WINDOW = 32
+NORM_AFTER = 8
+"""Judged only after so many merged deltas: at the start nothing is known of what is usual."""
+INSISTS_AFTER = 8
+"""Refusals of one learner at one fragment, more than twice as many as lead to its reset, after which it insists."""
+
+
+class NormFilter:
+    """Per fragment, the norms of the last 32 merged deltas, for each inner step that they cover: the first ones cover a
+    step or two, at the lowest learning rate, and later ones H of them.
+
+    What is usual may change at once for everybody (a schedule that starts again, a layer that thaws, an outer step that
+    overshoots). So who is refused again and again is counted, and where that becomes more than half of the learners it
+    is they who say what is usual: otherwise that fragment would never be merged again, and the run would never end.
+    """
+
+    def __init__(self, fragments: int, most_steps: int) -> None:
+        """most_steps: so many are believed at most, since who states more would be allowed more."""
+        self._most_steps = most_steps
+        self._norms: list[deque[float]] = [deque(maxlen=NORM_WINDOW) for _ in range(fragments)]
+        self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
+        """Per fragment, since its last merge: learner -> (refusals, the norm of the last one)."""
+
+    def absurd(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
+        """True if `norm`, over `steps`, of `name` among the `live` learners, is over 100 times the median (0 judges
+        nothing).
+        """
+        norm = self._a_step(norm, steps)
+        known = self._norms[fragment]
+        usual = median(known) if len(known) >= NORM_AFTER else 0.0
+        if not usual or norm <= NORM_FACTOR * usual:
+            return False
+        refused = self._refused[fragment]
+        refused[name] = (refused.get(name, (0, 0.0))[0] + 1, norm)
+        insist = [last for who, (times, last) in refused.items() if who in live and times >= INSISTS_AFTER]
+        if 2 * len(insist) <= len(live):
+            return True
+        known.clear()
+        known.extend([median(insist)] * NORM_AFTER)
+        refused.clear()
+        return norm > NORM_FACTOR * median(insist)
+
+    def merged(self, fragment: int, norm: float, steps: int) -> None:
+        self._norms[fragment].append(self._a_step(norm, steps))
+        self._refused[fragment].clear()
+
+    def _a_step(self, norm: float, steps: int) -> float:
+        return norm / min(max(1, steps), self._most_steps)
+
+
+Key = tuple[Who, int]
+"""(learner, fragment): one delta at a time is being assembled for each."""
+
+
+@dataclass(frozen=True)
+class DecodedDelta:
+    """A delta as it is merged: flat [fragment.length], f32 (f64 from codec f32), and its L2 norm."""
+
+    delta: Tensor
+    norm: float
+
+
+class DeltaAssembler:
+    """Assembles deltas. Memory: at most one payload a member and open call."""
+
+    def __init__(self, rounds: Rounds, state: GlobalModel, screen: NormFilter) -> None:
+        self._rounds, self._state, self._screen = rounds, state, screen
+        self._assemblies: dict[Key, tuple[tuple[int, int], Assembly]] = {}
+
+    def take(self, delta: Delta) -> Answer | None:
+        """The answer that this chunk completes, None while chunks are missing. Malformed with the reason otherwise."""
+        rounds = self._rounds
+        if delta.epoch != rounds.epoch:
+            raise Malformed("epoch", f"{delta.epoch}, now {rounds.epoch}")
+        if delta.fragment >= len(rounds.versions):
+            raise Malformed("fragment", f"{delta.fragment} of {len(rounds.versions)}")
+        answer = answer_of(delta)
+        reason = rounds.refusal(answer)
+        if reason:
+            raise Malformed(reason)
+        payload = self._assemble(delta)
+        return None if payload is None else self._decoded(answer, delta.codec, payload)
+
+    def forget_closed(self) -> None:
+        """Drop what belongs to calls that are no longer open."""
+        for key in [k for k in self._assemblies if k[1] not in self._rounds.calls]:
+            del self._assemblies[key]
+
+    def _assemble(self, delta: Delta) -> memoryview | None:
+        size = encoded_bytes(self._state.settings.codec_up, self._state.plan.fragments[delta.fragment].length)
+        if delta.size != size or delta.codec != self._state.settings.codec_up:
+            raise Malformed("size", f"{delta.size} bytes of {delta.codec} where {size} belong")
+        key, turn = ((delta.name, delta.incarnation), delta.fragment), (delta.slot, delta.attempt)
+        known = self._assemblies.get(key)
+        if known is None or known[0] != turn:
+            known = self._assemblies[key] = (turn, Assembly(size))
+        if not known[1].add(delta):
+            return None
+        del self._assemblies[key]
+        return known[1].payload
+
+    def _decoded(self, answer: Answer, codec: str, payload: memoryview) -> Answer:
+        vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
+        length = norm(vector)
+        live = [member.name for member in self._rounds.members.live()]
+        if self._screen.absurd(answer.fragment, length, answer.steps, answer.who[0], live):
+            raise Malformed("norm", f"{length:.3g}, over 100 times as much a step as this fragment's merges have had")
+        return replace(answer, vector=DecodedDelta(vector, length))
+
+
+def answer_of(delta: Delta) -> Answer:
+    """What a Delta's header says, without its payload."""
+    return Answer(
+        who=(delta.name, delta.incarnation),
+        fragment=delta.fragment,
+        slot=delta.slot,
+        attempt=delta.attempt,
+        base_version=delta.base_version,
+        tokens_from=delta.tokens_from,
+        tokens_to=delta.tokens_to,
+        steps_from=delta.steps_from,
+        steps_to=delta.steps_to,
+    )
