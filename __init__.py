@@ -1,6 +1,6 @@
 """Decoupled DiLoCo: train one model on compute that is far apart, unequal and unreliable.
 
-The public face. Names are resolved on first use, so that the broker, which needs no torch, never loads it.
+The public API. Names are imported on first use, so that the broker, which needs no torch, never loads it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DilocoError", "Session", "__version__", "join"]
 
-_HOMES = {"join": ".learner.session", "Session": ".learner.session", "DilocoError": ".common.errors"}
+_MODULES = {"join": ".learner.session", "Session": ".learner.session", "DilocoError": ".common.errors"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)
 
 
 def __dir__() -> list[str]:

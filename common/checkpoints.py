@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, for the syncer that writes them and for those who only look."""
+"""Names and age of a run's checkpoint folders, for the syncer that writes them and for the monitor."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 CHECKPOINT = "checkpoint-"
-"""What the folder of a checkpoint is called, before its number."""
+"""Prefix of a checkpoint folder's name, before its number."""
 
 
 def saved_at(directory: Path) -> float | None:
-    """When the newest checkpoint in `directory` was written, in unix seconds; None where none is seen."""
+    """Unix time at which the newest checkpoint in `directory` was written; None if there is none."""
     times = []
     with suppress(OSError):
-        for place in directory.glob(f"{CHECKPOINT}*/state.json"):
-            with suppress(OSError):  # the oldest, which is being removed
-                times.append(place.stat().st_mtime)
+        for state in directory.glob(f"{CHECKPOINT}*/state.json"):
+            with suppress(OSError):  # the oldest one may be removed meanwhile
+                times.append(state.stat().st_mtime)
     return max(times, default=None)

@@ -1,7 +1,7 @@
-"""All settings: frozen, keyword-only, checked when made, printed once. Names carry their unit.
+"""Settings: frozen, keyword-only dataclasses, validated when constructed. Field names carry their unit.
 
-The syncer's `RunSettings` and `TaskSettings` are the only ones of a run: they travel in every Beat, so that a learner
-needs one address and cannot drift. The `...Config` classes below belong to one process on one machine.
+`RunSettings` and `TaskSettings` belong to the run: the syncer sends them in every Beat, so that a learner needs only
+the broker's address and cannot disagree with the syncer. Each `...Config` class belongs to one process on one machine.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from .errors import Malformed, SettingError
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 DEFAULT_PORT = 5550
 CHUNK_BYTES = 2**20
-"""Payload bytes of one bulk message, at most."""
+"""Most payload bytes of one bulk message."""
 MESSAGE_BYTES = CHUNK_BYTES + 2**16
-"""The largest message any socket takes: a chunk and its header."""
+"""Most bytes of any message: a chunk and its header."""
 MAX_FRAGMENTS = 16_384
-"""An Alive has 35 bytes for each, and is one message."""
+"""Most fragments of a plan: an Alive, which is one message, holds 35 bytes for each."""
 MAX_TENSORS = 100_000
-"""Of one model."""
+"""Most tensors of a model."""
 BEAT_SECONDS = 1.0
+"""Time between two Beats of the syncer."""
 MOMENTUM_ROUNDS = 200
-"""Rounds a fragment in the longest runs that compare outer momentum with none. Neither in these nor in shorter ones is
-momentum shown to end better; longer ones were not measured (docs/results.md)."""
+"""Rounds per fragment in the longest runs that compare outer momentum with none. Up to here momentum was not shown to
+end better; longer runs were not measured (docs/results.md)."""
 MAX_LAG = 2
-"""Versions that a delta's anchor may lag behind: staleness is cheap, discarding is dear."""
+"""Most versions that a delta's anchor may lag behind. A stale delta does little harm; discarding it wastes its work."""
 SILENT_BEATS = 3
-"""A peer not heard for so many beats is lost."""
+"""A peer that is silent for this many beats is lost."""
 FLAGS = {
     "directory": "--dir",
     "join_timeout_seconds": "--join-timeout",
@@ -39,7 +40,7 @@ FLAGS = {
     "as_json": "--json",
     "exit_when_idle_seconds": "--exit-when-idle",
 }
-"""Settings whose option is not simply their name with dashes."""
+"""Settings whose option is not just their name with dashes."""
 
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("f32", "bf16", "int8", "int4")
@@ -47,7 +48,7 @@ AdoptName = Literal["overwrite", "rebase", "mix"]
 ADOPTS: tuple[AdoptName, ...] = ("overwrite", "rebase", "mix")
 PresetName = Literal["decoupled", "streaming", "diloco"]
 ALL_LEARNERS = -1
-"""Of a preset's quorum: as many as the run has."""
+"""Quorum of a preset that waits for every learner of the run."""
 PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
     "decoupled": {},
     "streaming": {"quorum": ALL_LEARNERS, "grace_seconds": 0.0, "codec_down": "bf16"},
@@ -56,14 +57,15 @@ PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
         "codec_up": "f32", "codec_down": "f32",
     },
 }  # fmt: skip
-"""What differs from the defaults (which are Decoupled DiLoCo's) in its ancestors: Streaming DiLoCo sends fragments and
-waits for everybody, DiLoCo sends the whole model at once. Their outer step and adoption are not the published ones, but
-Decoupled DiLoCo's: learning rate 1, no momentum, overwrite. No other was shown to end better (docs/results.md).
+"""Changes that turn the defaults, which are Decoupled DiLoCo's (arXiv 2604.21428), into its predecessors: Streaming
+DiLoCo sends fragments and waits for all learners; DiLoCo also sends the whole model at once. The outer step and the
+adoption stay Decoupled DiLoCo's (learning rate 1, no momentum, overwrite), not the published ones: no other was shown
+to end better (docs/results.md).
 """
 
 
 def check_name(what: str, name: str) -> str:
-    """`name` itself if it may name a run or a learner; SettingError otherwise."""
+    """Return `name` if it is valid for a run or a learner; SettingError otherwise."""
     if not NAME_PATTERN.fullmatch(name):
         raise SettingError(f"{what} {name!r} must match [a-z0-9][a-z0-9-]{{0,39}}: lower-case letters, digits, dashes")
     return name
@@ -81,29 +83,29 @@ def _within(settings: object, name: str, low: float, high: float) -> None:
 
 
 def flag(name: str) -> str:
-    """How a setting is written on the command line: `sync_every` -> `--sync-every`."""
+    """The command-line option of a setting: `sync_every` -> `--sync-every`."""
     return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def preset(name: PresetName, learners: int | None) -> dict[str, Any]:
-    """Fields of RunSettings that this preset changes, for a run of so many learners (None: that is not known)."""
+    """Fields of RunSettings that this preset changes, for a run of `learners` learners (None: not known)."""
     changes = dict(PRESETS[name])
     if changes.get("quorum") == ALL_LEARNERS:
         if learners is None:
-            raise SettingError(f"--preset {name} waits for all learners: say by --quorum how many there are")
+            raise SettingError(f"--preset {name} waits for all learners: give their number as --quorum")
         changes["quorum"] = learners
     return changes
 
 
 class FromMap:
-    """Settings that travel as a plain map and are checked on arrival like at the command line."""
+    """Settings that are sent as a plain map, and validated on arrival as they are on the command line."""
 
     def to_map(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_map(cls, rows: Mapping[str, object]) -> Self:
-        """Malformed if a key is missing, unknown, or has a value of another type or out of its range."""
+        """Malformed if a key is missing or unknown, or a value has the wrong type or is out of range."""
         hints = get_type_hints(cls)
         names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if sorted(rows) != sorted(names):
@@ -117,46 +119,47 @@ class FromMap:
             values[name] = float(value) if hint is float else value
         try:
             return cls(**values)
-        except SettingError as wrong:
-            raise Malformed("settings", str(wrong)) from wrong
+        except SettingError as error:
+            raise Malformed("settings", str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(FromMap):
-    """The algorithm's settings (paper sections 1-4); everybody in a run has the same, from the syncer."""
+    """Settings of the algorithm (arXiv 2604.21428). The syncer gives the same ones to all learners of a run."""
 
     run: str = "run"
-    """Name of the run: topics, Redis keys and the run's folder begin with it."""
+    """Name of the run, used in message topics, Redis keys and the run's folder: lower-case letters, digits, dashes."""
     seed: int = 0
-    """Model init = f(seed); data stream = f(seed, name, incarnation); validation windows = f(seed)."""
+    """Random seed of the initial model, of each learner's order of the text, and of the validation text."""
     steps: int = 432
-    """T, in global steps. A global step lasts as long as a typical learner's inner step."""
+    """T: length of the run in global steps. A global step lasts as long as a typical learner's inner step."""
     quorum: int = 1
-    """K, in learners: below so many answers nothing is merged. Never lowered by itself."""
+    """K: least number of learners whose answers a merge needs. It is never lowered automatically."""
     grace_seconds: float = 10.0
-    """Upper limit, in seconds, of the adaptive grace window once the quorum is in. 0 = close at the quorum."""
+    """Upper limit, in seconds, of the adaptive wait for further learners after the quorum. 0 = merge at the quorum."""
     gamma: float = 0.8
-    """Share of the slack that the grace window may use (equation 3), below 1."""
+    """Share of the slack that the grace window may use (arXiv 2604.21428, equation 3): above 0, below 1."""
     sync_every: int = 24
-    """H, in global steps: each fragment is merged once in so many."""
+    """H: global steps between two merges of the same fragment."""
     fragments: int = 0
-    """P, the number of parts that the model is cut into. 0 = as many as sync_every, but at most one a tensor."""
+    """P: number of fragments that the model is divided into. 0 = H, but no more than the model has tensors."""
     overlap: int = 2
-    """tau, in calls that may be open at the same time: fewer than there are fragments, 1 if there is just one."""
+    """tau: number of calls that may be open at the same time. Less than P, or 1 if P is 1."""
     codec_up: CodecName = "int4"
-    """How learners send their progress. int4 takes half a byte a parameter, f32 four."""
+    """Encoding of the deltas that learners send. Bytes per parameter: f32 4, bf16 2, int8 1, int4 0.5."""
     codec_down: CodecName = "int4"
-    """How merged fragments are sent. int4 takes half a byte a parameter, f32 four."""
+    """Encoding of the merged fragments that the syncer sends. Bytes per parameter: f32 4, bf16 2, int8 1, int4 0.5."""
     outer_lr: float = 1.0
-    """Learning rate of the outer step. 1 = the global model moves to the merged one."""
+    """Learning rate of the outer optimizer. 1 = the global model moves all the way to the merged one."""
     outer_momentum: float = 0.0
-    """Nesterov momentum of the outer step. 0 = none; nothing above it was shown to end better in up to 200 rounds."""
+    """Nesterov momentum of the outer optimizer. 0 = none; no other value was shown to be better in up to 200 rounds."""
     adopt: AdoptName = "overwrite"
-    """overwrite: theta <- Theta. rebase: a contributor keeps what it did since its capture. mix: Streaming's blend."""
+    """How a learner adopts a merged fragment. overwrite: replace its parameters. rebase: replace them, but a
+    contributor keeps its steps since the merged delta. mix: blend both by --mix-alpha, as in Streaming DiLoCo."""
     mix_alpha: float = 0.5
-    """Share of its own parameters that a learner keeps with adopt = mix."""
+    """Share, from 0 to 1, of its own parameters that a learner keeps with --adopt mix."""
     checkpoint_every: int = 100
-    """Global steps between two checkpoints of the syncer. 0 = at the end only."""
+    """Global steps between two checkpoints of the syncer. 0 = only one at the end."""
 
     def __post_init__(self) -> None:
         check_name("--run", self.run)
@@ -180,19 +183,19 @@ class RunSettings(FromMap):
             check_schedule(self.sync_every, self.fragments, self.overlap)
 
     def advice(self) -> list[str]:
-        """Sentences about settings that are allowed and rarely wanted."""
+        """Sentences about settings that are valid but rarely a good choice."""
         rounds = self.steps // self.sync_every
         if self.outer_momentum > 0 and rounds <= MOMENTUM_ROUNDS:
             sentence = (
-                f"--outer-momentum {self.outer_momentum} with {rounds} rounds a fragment will probably not end better "
-                f"than none: in comparisons of up to {MOMENTUM_ROUNDS} rounds no momentum did, and 0.9 ended worse at "
-                "the same --inner-lr; leave it at 0, or compare both"
+                f"--outer-momentum {self.outer_momentum} with {rounds} rounds per fragment is unlikely to help: in "
+                f"comparisons of up to {MOMENTUM_ROUNDS} rounds no momentum ended better than none, and 0.9 ended "
+                "worse at the same --inner-lr; leave it at 0, or compare both"
             )
             return [sentence]
         return []
 
     def resolved_overlap(self, fragments: int) -> int:
-        """tau for a plan of `fragments` parts: 1 where a plan has one fragment."""
+        """tau for a plan of `fragments` fragments: 1 if there is only one."""
         return 1 if fragments == 1 else min(self.overlap, fragments - 1)
 
 
@@ -201,29 +204,29 @@ def check_schedule(sync_every: int, fragments: int, overlap: int) -> None:
     if fragments > sync_every:
         raise SettingError(
             f"--fragments {fragments} is more than --sync-every {sync_every}: "
-            "some fragment would never be synchronised; lower --fragments or raise --sync-every"
+            "some fragments would never be merged; lower --fragments or raise --sync-every"
         )
     if fragments == 1 and overlap != 1:
-        raise SettingError(f"--fragments 1 goes with --overlap 1, not {overlap}")
+        raise SettingError(f"--fragments 1 needs --overlap 1, not {overlap}")
     if fragments > 1 and overlap >= fragments:
         raise SettingError(f"--overlap {overlap} must be smaller than --fragments {fragments}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings(FromMap):
-    """What the built-in learner trains: a byte-level decoder-only transformer on text."""
+    """Settings of the built-in task: a byte-level decoder-only transformer, trained on text."""
 
     layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     width: int = 128
-    """Channels of the residual stream; a multiple of 32 (heads have 32 channels)."""
+    """Channels of the residual stream: a multiple of 32, the size of an attention head."""
     sequence_length: int = 128
-    """Bytes that one sequence predicts."""
+    """Length of a training sequence, in bytes of text."""
     batch_sequences: int = 16
-    """Sequences in one inner step of one learner."""
+    """Batch size of one learner's inner step, in sequences."""
     inner_lr: float = 1.5e-3
-    """Peak learning rate of the inner AdamW (embeddings, head and gains: 5 times that). It rises over a learner's first
-    20 steps and falls to zero with the run's global steps."""
+    """Peak learning rate of the inner AdamW optimizer (embeddings, head and gains: 5 times this). It rises over a
+    learner's first 20 steps and decays to zero at the run's last global step."""
 
     def __post_init__(self) -> None:
         _positive(self, "layers", "width", "sequence_length", "batch_sequences", "inner_lr")
@@ -241,20 +244,20 @@ class TaskSettings(FromMap):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerConfig:
-    """One broker process: four consecutive ports on one interface."""
+    """Configuration of a broker process, which listens on four consecutive ports of one interface."""
 
     host: str = "127.0.0.1"
-    """Interface to listen on. Beyond loopback only with `keys`, or `insecure`."""
+    """Address of the interface to listen on. One that other machines can reach needs --keys or --insecure."""
     port: int = DEFAULT_PORT
-    """The first of four consecutive ports: control in, control out, bulk in, bulk out."""
+    """First of four consecutive TCP ports: control in, control out, bulk in, bulk out."""
     queue_mib: int = 256
-    """Upper limit, in MiB, of what the broker keeps for one receiver that does not read."""
+    """Most MiB of messages that the broker holds for one slow receiver."""
     keys: Path | None = None
-    """The broker's folder of keys, made by `diloco keys new`. Without it nobody has to prove who he is."""
+    """The broker's key folder, created by `diloco keys new`. Without it: clients are not authenticated."""
     insecure: bool = False
-    """Listen beyond loopback although nobody proves who he is."""
+    """Accept clients from other machines without authentication."""
     exit_when_idle_seconds: float = 0.0
-    """End once somebody was there and nobody has been subscribed for so many seconds. 0 = never."""
+    """Exit when, after the first client, no client has been subscribed for this many seconds. 0 = never."""
 
     def __post_init__(self) -> None:
         _positive(self, "queue_mib")
@@ -262,68 +265,68 @@ class BrokerConfig:
         _within(self, "exit_when_idle_seconds", 0, 1e9)
         if self.keys is None and not self.insecure and self.host not in ("127.0.0.1", "::1", "localhost"):
             raise SettingError(
-                f"--host {self.host} is reachable from other machines and nobody has to prove who he is; "
-                "give --keys (see diloco keys new), listen on 127.0.0.1, or say --insecure on a network that you trust"
+                f"--host {self.host} is reachable from other machines, but clients would not be authenticated; give "
+                "--keys (see diloco keys new), listen on 127.0.0.1, or give --insecure on a network that you trust"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncerConfig:
-    """One syncer process."""
+    """Configuration of a syncer process."""
 
     settings: RunSettings
     task: TaskSettings | None
     """None where learners bring their own model (the API)."""
     broker: str
-    """tcp://HOST:PORT"""
+    """Address: tcp://HOST:PORT."""
     directory: Path
     """The folder `global` of the run's folder, for version 0 and checkpoints. model.safetensors and summary.json are
-    written into the run's folder, its parent."""
+    written into the run's folder itself."""
     redis: str | None = None
-    """URL of Redis or Valkey; None = no registry."""
+    """URL of Redis or Valkey; None = the run is not published there."""
     init: Path | None = None
-    """A safetensors file that version 0 comes from, instead of from the first learner."""
+    """Safetensors file to take version 0 from, instead of from the first learner."""
     data_hash: str = ""
-    """sha256 of the run's text; compared with what each learner says."""
+    """SHA-256 of the run's text; each learner's must be equal."""
     listen_seconds: float = 3.0
-    """How long it hears the wire for other syncers and higher versions before it takes an epoch."""
+    """Seconds for which it listens for other syncers and higher versions before it chooses its epoch."""
     stop_seconds: float = 4.0
-    """How long a stop waits for open rounds."""
+    """Seconds for which a stop waits for open rounds."""
     drain_seconds: float = 30.0
-    """How long a finished run waits for the learners that were there at its end, counted from the end or from their
-    last Hello or Fetch. Those that never confirm the final model are named, and the syncer ends well."""
+    """Seconds for which a finished run waits for the learners that are present at its end, counted from the end or from
+    their last Hello or Fetch. Those that do not confirm the final model are named; the exit code is still 0."""
     drain_most_seconds: float = 600.0
-    """How long that wait may last in all, however often they ask; learners give up after as long without a beat."""
+    """Most seconds of that wait in total. A learner gives up after the same time without a beat."""
     key: Path | None = None
-    """The key file, of role syncer, that a broker with keys asks for."""
+    """Key file of role syncer, for a broker with keys."""
     tape: Path | None = None
-    """Folder for the event tape; None = none is written."""
+    """Folder for an event tape; None = no tape."""
     stop_redis: bool = False
-    """Once the run is finished and saved, tell Redis to save and end too."""
+    """Have Redis save and shut down once the run is finished and saved."""
 
     def __post_init__(self) -> None:
         if self.stop_redis and self.redis is None:
-            raise SettingError("--stop-redis needs --redis URL: there is nothing to stop without it")
+            raise SettingError("--stop-redis needs --redis URL: without it there is no Redis to stop")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    """One learner process, or one join() from a user's script."""
+    """Configuration of a learner process, or of one join() in a user's script."""
 
     broker: str
     name: str
     run: str = ""
-    """Name of the run to join. Without it: the one run that is heard on the broker."""
+    """Name of the run to join. Without it: the only run on the broker."""
     join_timeout_seconds: float = 60.0
-    """Seconds that a join may take before PeerLost; the learner says every few seconds what it waits for."""
+    """Most seconds for joining; then it fails (exit code 3). Meanwhile the log says what the learner waits for."""
     orphan_timeout_seconds: float = 600.0
-    """Without any beat for so many seconds, the learner saves its parameters and stops (exit code 5)."""
+    """Seconds without a beat of the syncer after which the learner saves its parameters and stops (exit code 5)."""
     directory: Path | None = None
-    """Where an orphan saves its parameters. Without it: the working directory."""
+    """Folder in which the learner saves its parameters when it loses its run. Without it: the working directory."""
     key: Path | None = None
-    """The key file, made by `diloco keys new`, that a broker with keys asks for. It says which run, too."""
+    """Key file, created by `diloco keys new`, for a broker with keys. It also names the run."""
     tape: Path | None = None
-    """Folder into which an event tape of this learner is written, for `diloco replay`. Without it: none."""
+    """Folder for an event tape of this learner, for `diloco replay`. Without it: no tape."""
 
     def __post_init__(self) -> None:
         check_name("--name", self.name)

@@ -1,4 +1,4 @@
-"""Names of the environment variables that stand for options: DILOCO_ and the field's name in capitals."""
+"""Environment variables of command-line options: DILOCO_ and the field's name in capitals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ PREFIX = "DILOCO_"
 
 
 def variable(field: str) -> str:
-    """`sync_every` -> DILOCO_SYNC_EVERY."""
+    """The variable of a field: `sync_every` -> DILOCO_SYNC_EVERY."""
     return PREFIX + field.upper()
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a child that is told everything in its arguments."""
+    """`environment` without the options, for a child process that gets all of them as arguments."""
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}

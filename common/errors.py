@@ -1,15 +1,15 @@
-"""The tree of errors. Each says in one sentence what happened, to whom, and what to do.
+"""Exception hierarchy. Each message is one sentence: what happened, to which part, and what to do.
 
 DilocoError
-├── SettingError       a setting, file or argument is wrong; found before anything starts     exit code 2
-├── Refused            the syncer does not take this learner, and says why                    exit code 2
-├── PeerLost           nobody answers at an address                                           exit code 3
+├── SettingError       invalid setting, file or argument, found before anything starts        exit code 2
+├── Refused            the syncer rejects this learner and gives the reason                   exit code 2
+├── PeerLost           no answer from broker, syncer or Redis                                 exit code 3
 ├── Superseded         another syncer with a higher epoch serves this run                     exit code 4
 ├── Orphaned           no beat for --orphan-timeout; the learner has saved and stops          exit code 5
 ├── SaveFailed         the run ended, but its last checkpoint could not be written            exit code 6
-├── Diverged           a learner's own loss or parameters are no longer finite                exit code 7
-├── LimitReached       the system gives this process no more files, threads or processes      exit code 1
-└── Malformed          a message or file is not what it says it is; counted, never fatal
+├── Diverged           a learner's loss or parameters, or the merged model, are not finite    exit code 7
+├── LimitReached       an operating-system limit on files, threads or processes is reached    exit code 1
+└── Malformed          invalid message or file: counted and dropped, never fatal
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from .printable import printable
 
 
 class DilocoError(Exception):
-    """Root of all errors that this package raises on purpose. `exit_code` is what the command ends with."""
+    """Base class of all errors that this package raises on purpose. `exit_code` is the exit code of the command."""
 
     exit_code = 1
 
     def __init__(self, *words: object) -> None:
-        """The sentence is one line that can be printed, whatever was put into it: names, paths, causes."""
+        """The message becomes one printable line, whatever names, paths and causes are part of it."""
         super().__init__(*(printable(" ".join(w.splitlines())) if isinstance(w, str) else w for w in words))
 
 
 class SettingError(DilocoError):
-    """A setting, file or argument is wrong; nothing has started."""
+    """Invalid setting, file or argument; nothing has started."""
 
     exit_code = 2
 
 
 class Refused(DilocoError):
-    """The syncer does not take this learner; the sentence names the first reason."""
+    """The syncer rejects this learner; the message gives the first reason."""
 
     exit_code = 2
 
 
 class PeerLost(DilocoError):
-    """Nobody answers at an address."""
+    """No answer from the broker, the syncer or Redis."""
 
     exit_code = 3
 
@@ -52,7 +52,7 @@ class Superseded(DilocoError):
 
 
 class Orphaned(DilocoError):
-    """No beat was heard for the orphan time-out; the learner saved its parameters and stops."""
+    """No beat arrived for the orphan timeout; the learner has saved its parameters and stops."""
 
     exit_code = 5
 
@@ -64,19 +64,19 @@ class SaveFailed(DilocoError):
 
 
 class Diverged(DilocoError):
-    """A learner's own loss or parameters are no longer finite, again after a reset from the global state; or what is
-    merged is not, again and again.
+    """A learner's loss or parameters are not finite, even after a reset to the global model; or the merged model is
+    repeatedly not finite.
     """
 
     exit_code = 7
 
 
 class LimitReached(DilocoError):
-    """The system gives this process no more open files, threads or processes; the sentence names the limit."""
+    """The operating system allows no more open files, threads or processes; the message names the limit."""
 
 
 class Malformed(DilocoError):
-    """A message or file is not what it says it is. `reason` is a short word that counters and logs carry."""
+    """Invalid message or file. `reason` is a short word for counters and logs."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -1,4 +1,4 @@
-"""Signals that ask a process of ours to stop. Only commands handle them: a program that calls join() has its own."""
+"""Signals that request a stop. Only the commands handle them; a program that calls join() keeps its own handlers."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Ctrl-C, SIGTERM and the end of the terminal. The last one not where it is ignored, as nohup has it."""
-    return [n for n in _STOP if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+    """SIGINT (Ctrl-C), SIGTERM and SIGHUP (closed terminal); not SIGHUP where it is ignored, as under nohup."""
+    return [each for each in _STOP if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]

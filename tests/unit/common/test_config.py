@@ -33,7 +33,7 @@ from decoupled_diloco.common.errors import Malformed, SettingError
         ({"run": "Läufe"}, "must match"),
         ({"run": "a/b"}, "must match"),
         ({"fragments": 30, "sync_every": 24}, "--fragments 30 is more than --sync-every 24"),
-        ({"fragments": 1, "overlap": 2}, "--fragments 1 goes with --overlap 1"),
+        ({"fragments": 1, "overlap": 2}, "--fragments 1 needs --overlap 1"),
         ({"fragments": 3, "overlap": 3}, "--overlap 3 must be smaller than --fragments 3"),
         ({"grace_seconds": float("nan")}, "--grace-seconds"),
         ({"outer_lr": float("inf")}, "--outer-lr"),

@@ -22,7 +22,7 @@ def test_a_preset_s_settings_go_together(name: Any) -> None:
 
 
 def test_who_waits_for_all_must_know_how_many() -> None:
-    with pytest.raises(SettingError, match="say by --quorum how many"):
+    with pytest.raises(SettingError, match="give their number as --quorum"):
         preset("diloco", None)
 
 
