@@ -1,1 +1,1 @@
-"""The broker passes frames on, so that everybody needs just one address. It imports no torch and opens no payload."""
+"""The broker: forwards frames, so that every process needs one address. It imports no torch and opens no payload."""

@@ -1,4 +1,4 @@
-"""Runs one broker until a signal asks to stop, or until it is idle where that is wished."""
+"""The broker process: runs until a stop signal or, with an idle timeout, until its clients have left."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STATS_SECONDS = 10.0
 
 
 def main(config: BrokerConfig) -> int:
-    """Pass messages on until a signal asks to stop; the exit code. SettingError if a port is taken, LimitReached if the
-    system does not give it what it needs for a start.
+    """Forward messages until a stop signal; returns the exit code. Raises SettingError if a port is taken, and
+    LimitReached if the system has too few open files or threads left.
     """
-    raise_file_limit()  # each client costs four
-    stop = Waker()  # a signal handler may write to a socket; it must not take the lock that an Event has
+    raise_file_limit()  # each client takes four open files
+    stop = Waker()  # a signal handler may write to a socket, but must not take the lock inside an Event
     for number in stop_signals():
         signal.signal(number, lambda *_: stop.wake())
     broker = Broker(config, on_failure=stop.wake)
@@ -50,8 +50,8 @@ def main(config: BrokerConfig) -> int:
 
 
 class ConnectionLimit:
-    """Whether clients still get in: each connection is an open file. Said once where they do not, and once where they
-    do again.
+    """Detects that no more clients can connect, since each connection is an open file. The change is logged once in
+    each direction.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ConnectionLimit:
             check_room("a broker with all its clients", files=0, threads=0)
         except LimitReached as wrong:
             if not self._full:
-                log.warning("broker_full", sentence=f"no other client can connect: {wrong}")
+                log.warning("broker_full", sentence=f"no further client can connect: {wrong}")
             self._full = True
         else:
             if self._full:
@@ -71,10 +71,10 @@ class ConnectionLimit:
 
 
 class IdleTimeout:
-    """When to end because everybody has left: once somebody was there, and nobody has been for so many seconds."""
+    """Time since the last client left. It starts with the first client: a broker without any yet waits for ever."""
 
     def __init__(self, seconds: float) -> None:
-        """0 = never."""
+        """0 = the broker never ends by itself."""
         self._seconds = seconds
         self._used_at: float | None = None
 

@@ -1,6 +1,7 @@
-"""What the holder of a key may say and hear: decisions without a socket. The table stands in docs/protocol.md.
+"""Access control list: which messages and subscriptions each key permits. Pure decisions, no sockets; the table is in
+docs/protocol.md.
 
-Nobody is told that he was refused: his message or subscription is left out, and counted.
+A denied message or subscription is dropped and counted; its sender receives no answer.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from ..common.errors import Malformed
 from ..common.wire import BOTH_PLANES, FRAGMENT_KINDS, MESSAGES, NAMED_KINDS, Plane, beat_topic, prefix, unpack
 
 SUBSCRIPTIONS = 10_000
-"""That one key gets on one plane since its ports were last opened: libzmq keeps them for each connection, and nobody
-can tell which connection took one back. Those of connections that have closed count as well."""
+"""Limit for one key on one plane since its ports were last opened. libzmq keeps subscriptions for each connection and
+does not say which connection cancelled one, so those of closed connections count as well."""
 SUBSCRIPTIONS_SECONDS = 3600.0
-"""Who got them all in a longer time may well be honest: a health check comes back for ever. For him all connections are
-cut, and counted anew."""
+"""A key that used up the limit in a longer time may be honest: a health check reconnects for ever. All connections are
+then cut and the count starts again."""
 REFUSALS = 1000
-"""Of subscriptions by one key, after which it is barred: libzmq keeps each one that was asked for."""
+"""Denied subscriptions after which a key is barred: libzmq keeps every requested one in memory."""
 PREFIX_BYTES = 128
-"""Who asks for a longer one is barred; the longest that is allowed has 91 bytes."""
+"""A key that requests a longer prefix is barred; the longest permitted one has 91 bytes."""
 HELLO_HEADER_BYTES = 8192
-"""The largest header of an observer's Hello that is looked into."""
+"""The largest header of an observer's Hello that is parsed."""
 CONTROL_A_SECOND, CONTROL_AT_ONCE = 500, 2000
-"""Control messages of one key that are passed on; the syncer's are not counted. A learner sends one a second, and a few
-dozen when it fetches. Without a limit one of them could fill the syncer's queue, where all the others' would be lost.
+"""Control messages forwarded for one key, except the syncer's. A learner sends one a second, and a few dozen when it
+fetches. Without a limit one key could fill the syncer's queue, and the other learners' messages would be lost.
 """
 NAME = "[a-z0-9][a-z0-9-]{0,39}"
 PING = re.compile(f"{NAME}/ping/".encode())
@@ -44,15 +45,15 @@ HEARS: Mapping[Role, tuple[str, ...]] = {
     "learner": ("call", "fragment", "keyframe"),
     "observer": ("call", "fragment", "keyframe"),
 }
-"""Kinds that each role hears of everybody in its run; beats and what is addressed to itself besides."""
+"""Kinds that each role receives from its whole run, in addition to beats and messages addressed to its own name."""
 
 
 def topic_pattern(
     plane: Plane, run: str = NAME, kinds: Mapping[str, str] = dict.fromkeys(MESSAGES, NAME)
 ) -> re.Pattern[bytes]:
-    """Topics that pass on `plane`: RUN/KIND/[FRAGMENT/][NAME/], and for beats _/beat/RUN/.
+    """Pattern of the topics permitted on `plane`: RUN/KIND/[FRAGMENT/][NAME/], and _/beat/RUN/ for beats.
 
-    `run` and the values of `kinds` are patterns: of the run, and for each kind of the name in its topic.
+    `run` and the values of `kinds` are patterns themselves: for the run, and for the name in each kind's topic.
     """
     allowed = [
         f"{run}/{kind}"
@@ -67,27 +68,27 @@ def topic_pattern(
 
 @dataclass(frozen=True)
 class Rule:
-    """What one grant comes to on one plane."""
+    """What one grant permits on one plane."""
 
     grant: Grant
     fits: Callable[[bytes], object]
-    """Whether a whole topic may be published; true or false."""
-    heard: tuple[bytes, ...]
-    """What a subscription has to begin with, so that it lies wholly inside what is allowed."""
+    """Whether a complete topic may be published: truthy or falsy."""
+    readable: tuple[bytes, ...]
+    """A permitted subscription begins with one of these prefixes."""
 
     @classmethod
     def of(cls, grant: Grant, plane: Plane) -> Rule:
         run, name = grant.run, grant.name
         own = f"{name}(?:-[a-z0-9-]{{0,{39 - len(name)}}})?" if len(name) < 40 else name
         kinds = {kind: NAME if (grant.role, kind) == ("syncer", "welcome") else own for kind in SAYS[grant.role]}
-        heard = [beat_topic(run), *(prefix(run, kind) for kind in HEARS[grant.role])]
+        readable = [beat_topic(run), *(prefix(run, kind) for kind in HEARS[grant.role])]
         for kind in ("ping",) if grant.role == "syncer" else ("ping", "welcome"):
-            heard += [prefix(run, kind, name), prefix(run, kind) + f"{name}-".encode()]
-        return cls(grant, topic_pattern(plane, run, kinds).fullmatch, tuple(heard))
+            readable += [prefix(run, kind, name), prefix(run, kind) + f"{name}-".encode()]
+        return cls(grant, topic_pattern(plane, run, kinds).fullmatch, tuple(readable))
 
 
 class AccessControl:
-    """Decides for one plane, by the grants that `grant_of` knows; `renew` when those have changed."""
+    """Decisions for one plane, based on the grants that `grant_of` returns; call `renew` when those change."""
 
     def __init__(self, plane: Plane, grant_of: Callable[[str], Grant | None]) -> None:
         self._plane, self._grant_of = plane, grant_of
@@ -95,19 +96,19 @@ class AccessControl:
         self._rules: dict[str, Rule] = {}
 
     def renew(self) -> None:
-        """Forget what was worked out from earlier grants. Safe from every thread."""
+        """Drop the rules derived from earlier grants. Thread-safe."""
         self._rules = {}
 
     def rule(self, user: str | None) -> Rule | None:
-        """What holds for the key with the public half `user`; None where there is none (any more)."""
-        rules = self._rules  # before the grant is asked for: `renew` comes after the grants have changed
+        """The rule for the key with public half `user`; None if the key is unknown or revoked."""
+        rules = self._rules  # read before the grant: `renew` is called after the grants have changed
         rule = rules.get(user or "")
         if rule is None and user is not None and (grant := self._grant_of(user)) is not None:
             rule = rules[user] = Rule.of(grant, self._plane)
         return rule
 
     def refusal(self, rule: Rule | None, topic: bytes, header: bytes) -> str:
-        """Why a message is not passed on, in a word that is counted; "" if it is."""
+        """The reason a message is dropped, as one word for the counters; "" if it is forwarded."""
         if rule is None:
             return "revoked"
         if not rule.fits(topic):
@@ -118,7 +119,7 @@ class AccessControl:
 
 
 def says_observer(header: bytes) -> bool:
-    """Whether a Hello's header says the role observer: a learner's Hello would be waited for in every round."""
+    """Whether a Hello's header names the role observer. A Hello as a learner would make every round wait for it."""
     if len(header) > HELLO_HEADER_BYTES:
         return False
     try:
@@ -129,15 +130,15 @@ def says_observer(header: bytes) -> bool:
 
 
 class RateLimit:
-    """How many messages of each key may pass: `at_once`, and again as time goes by (a token bucket)."""
+    """Token bucket for each key: `at_once` messages in a burst, `a_second` on average."""
 
     def __init__(self, a_second: float = CONTROL_A_SECOND, at_once: float = CONTROL_AT_ONCE) -> None:
         self._a_second, self._at_once = a_second, at_once
         self._left: dict[str, tuple[float, float]] = {}
-        """Of each key: how many, and when that was."""
+        """For each key: tokens left, and the time of that count."""
 
     def take(self, user: str, now: float) -> bool:
-        """Whether one more of this key may pass; it is counted."""
+        """Count one message of this key; returns whether it may pass."""
         left, since = self._left.get(user, (self._at_once, now))
         left = min(self._at_once, left + (now - since) * self._a_second)
         self._left[user] = (left - (left >= 1), now)
@@ -148,27 +149,27 @@ class RateLimit:
 class Subscriptions:
     """The subscriptions on one plane since its ports were last opened.
 
-    A connection that closes leaves frames behind which take its subscriptions back and name nobody, the refused ones
-    too. So what lives is known for each prefix, not for each key.
+    libzmq cancels the subscriptions of a closed connection, the denied ones too, without naming the key. So live
+    subscriptions are counted by prefix, not by key.
     """
 
     live: Counter[bytes] = field(default_factory=Counter)
-    """Of each prefix: how often it was admitted and not taken back."""
+    """For each prefix: admitted subscriptions not cancelled since."""
     others: int = 0
-    """Distinct live prefixes that are not for pings."""
+    """Distinct live prefixes other than those for pings."""
     admitted: Counter[str] = field(default_factory=Counter)
-    """Of each key, ever."""
+    """For each key: subscriptions admitted since the ports were opened."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """Of each key: subscriptions that were not admitted, ever."""
+    """For each key: subscriptions denied since the ports were opened."""
     _refused: Counter[bytes] = field(default_factory=Counter)
-    """Of each prefix: how often it was refused and not taken back."""
+    """For each prefix: denied subscriptions not cancelled since."""
 
     def full(self, user: str) -> bool:
         return self.admitted[user] >= SUBSCRIPTIONS
 
-    def ask(self, user: str, prefix: bytes, rule: Rule | None) -> bool:
-        """Whether the subscription is to be admitted; it is counted."""
-        if rule is None or self.full(user) or not prefix.startswith(rule.heard):
+    def admit(self, user: str, prefix: bytes, rule: Rule | None) -> bool:
+        """Count a subscription; returns whether it is admitted."""
+        if rule is None or self.full(user) or not prefix.startswith(rule.readable):
             self.refusals[user] += 1
             self._refused[prefix] += 1
             return False
@@ -177,8 +178,8 @@ class Subscriptions:
         self.live[prefix] += 1
         return True
 
-    def take_back(self, prefix: bytes) -> None:
-        """Somebody wants no more what he asked for once."""
+    def cancel(self, prefix: bytes) -> None:
+        """Count the cancellation of one subscription."""
         counter = self._refused if prefix in self._refused else self.live
         if prefix not in counter:
             return

@@ -1,4 +1,4 @@
-"""Who gets in: the answer to each handshake, and the key directory, looked at each second."""
+"""Authenticator of connections: answers each CURVE handshake from the key directory, which it rereads each second."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ log = get_logger("broker")
 DOMAIN = "diloco"
 LOOK_SECONDS = 1.0
 HASTY_SECONDS = 0.05
-"""For a key that nobody knows the directory is looked at anew, but not again within so long: libzmq does not try again
-after it was refused, and the key may have been made just now."""
+"""For an unknown key the directory is reread at once, but not more often than this: the key may be new, and libzmq does
+not retry after a rejected handshake."""
 HANDSHAKE_SECONDS = 10.0
-"""Who has not proven a key after so long is cut off: a stranger's connection costs no more than its socket."""
+"""A connection that has not proven a key by then is closed, so that a stranger costs one socket at most."""
 
 
 class Authenticator(threading.Thread):
-    """Lets the holders of keys in until `stop`, and has everybody reconnect when one of them is to stay outside."""
+    """Accepts connections of known keys until `stop`. When a key is revoked or barred, all clients must reconnect."""
 
     def __init__(self, context: Context, ring: KeyRing, on_failure: Callable[[], object]) -> None:
-        super().__init__(name="broker-door", daemon=True)
+        super().__init__(name="broker-authenticator", daemon=True)
         self.failure: BaseException | None = None
         self._ring, self._on_failure = ring, on_failure
         self._barred: set[str] = set()
-        self._gates: list[AccessControl] = []
+        self._controls: list[AccessControl] = []
         self._reconnect: Callable[[], object] = lambda: None
         self._unreadable = ""
         self._looked_at = 0.0
@@ -47,12 +47,12 @@ class Authenticator(threading.Thread):
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
 
-    def guard(self, gates: Iterable[AccessControl], reconnect: Callable[[], object]) -> None:
-        """Keep `gates` up to date, and call `reconnect` where connections must be cut. Before `start`."""
-        self._gates, self._reconnect = list(gates), reconnect
+    def guard(self, controls: Iterable[AccessControl], reconnect: Callable[[], object]) -> None:
+        """Keep the access control of each plane up to date; `reconnect` cuts all connections. Call before `start`."""
+        self._controls, self._reconnect = list(controls), reconnect
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether who proved the key with this public half comes in. zmq.auth calls it, from a thread of its own."""
+        """Whether a client that proved the key with this public half is accepted. Called by zmq.auth in its thread."""
         public = key.decode("ascii", "replace")
         if self.grant_of(public) is None and public not in self._barred:
             with self._looking:
@@ -64,26 +64,26 @@ class Authenticator(threading.Thread):
         return None if public in self._barred else self._ring.grant_of(public)
 
     def lock(self, socket: Socket) -> None:
-        """Make a socket take connections only of those who come in here. Before it is bound."""
+        """Require authentication on a socket. Call before it is bound."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._ring.secret.encode())
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in where nobody is asked
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an authenticator, libzmq rejects
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
 
     def bar(self, public: str, why: str) -> None:
-        """Shut a key out until this broker ends. Safe from every thread; all connections are cut."""
+        """Reject a key until this broker ends, and cut all connections. Thread-safe."""
         with self._looking:
-            if public in self._barred:  # the other plane was faster
+            if public in self._barred:  # by the other plane
                 return
-            log.warning("key_barred", key=str(self._ring.grant_of(public) or "one that was revoked"), why=why)
+            log.warning("key_barred", key=str(self._ring.grant_of(public) or "a revoked key"), why=why)
             self._barred.add(public)
             self._known.pop(public, None)
             self._renew()
             self._reconnect()
 
     def stop(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections, and end the thread."""
         self._stopping = True
         self._wake.set()
         if self.is_alive():
@@ -91,10 +91,10 @@ class Authenticator(threading.Thread):
         self._end_authenticator()
 
     def _end_authenticator(self) -> None:
-        """As its `stop`, which would wait for ever to hand its last word to a thread that has died."""
+        """Replaces the authenticator's own `stop`, which blocks for ever if its thread has died."""
         pipe, thread = self._authenticator.pipe, self._authenticator.thread
         if pipe is not None:
-            with suppress(zmq.Again):  # nobody is there to take it
+            with suppress(zmq.Again):  # the thread has died
                 pipe.send(b"TERMINATE", zmq.NOBLOCK)
             thread.join()
             pipe.close(0)
@@ -110,9 +110,9 @@ class Authenticator(threading.Thread):
                     self._look()
                 if not self._authenticator.is_alive():
                     raise RuntimeError("the thread that answers handshakes has ended")
-        except BaseException as failure:  # the broker ends with it: keys that nobody checks are none
+        except BaseException as failure:  # the broker ends too: it must not run with unchecked keys
             self.failure = failure
-            log.exception("door_failed")
+            log.exception("authenticator_failed")
             self._on_failure()
 
     def _look(self) -> None:
@@ -121,7 +121,7 @@ class Authenticator(threading.Thread):
             if self._ring.changed():
                 self._ring.reload()
             self._unreadable = ""
-        except OSError as wrong:  # who was in stays in
+        except OSError as wrong:  # known keys stay valid
             if not self._unreadable:
                 log.warning("keys_unreadable", directory=str(self._ring.directory), why=wrong.strerror)
             self._unreadable = str(wrong)
@@ -145,5 +145,5 @@ class Authenticator(threading.Thread):
         return {grant.public: grant for grant in self._ring.grants if grant.public not in self._barred}
 
     def _renew(self) -> None:
-        for gate in self._gates:
-            gate.renew()
+        for control in self._controls:
+            control.renew()

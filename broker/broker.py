@@ -1,9 +1,10 @@
 """The broker: two planes, so that bulk never starves control; each is one pair of sockets and one thread.
 
-Publishers connect to `source` (XSUB), receivers to `sink` (XPUB). The broker subscribes to everything itself: reading
-that subscription is how a publisher knows that its path is open. Receivers' subscriptions stay here. What is kept for a
-receiver that does not read is bounded by the water mark of `sink`; beyond it messages for that receiver are dropped,
-which it sees by their numbers. With keys, only their holders get in, and each says and hears what its role needs.
+Publishers connect to `source` (XSUB), receivers to `sink` (XPUB). The broker itself subscribes to everything, and a
+publisher that reads this subscription knows that its path is open. Receivers' subscriptions are not passed on. The
+queue for a receiver that does not read is bounded by the high-water mark of `sink`; messages beyond it are dropped, and
+the receiver sees the gap in their sequence numbers. With keys, only key holders can connect, and each may send and
+receive only what its role needs.
 """
 
 from __future__ import annotations
@@ -30,45 +31,48 @@ SUBSCRIPTION_BYTES = 1024
 
 
 class Broker:
-    """Four ports and a thread a plane, from `start` to `stop`.
+    """Four ports and one thread for each plane, from `start` to `stop`.
 
-    `on_failure` is called, from a thread of the broker, when a part of it ends by itself; what remains is to `stop`.
+    `on_failure` is called, from a thread of the broker, when one of its threads fails; the caller then calls `stop`.
     """
 
     def __init__(self, config: BrokerConfig, on_failure: Callable[[], object] = lambda: None) -> None:
         self.config = config
         self._on_failure = on_failure
         self._planes: list[Forwarder] = []
-        self._door: Authenticator | None = None
+        self._authenticator: Authenticator | None = None
         self._context: Context | None = None
 
     def start(self) -> None:
-        """Listen on all four ports and forward; SettingError, and nothing listens, if one or a key cannot be had."""
+        """Open all four ports and forward. Raises SettingError, with no port open, if a port is taken or a key cannot
+        be read.
+        """
         address = Address(numeric(self.config.host), self.config.port)
         ring = None if self.config.keys is None else KeyRing(self.config.keys)
         check_sockets("the broker", 10, io_threads=2, threads=4)
         self._context = zmq.Context(io_threads=2)
         try:
             if ring is not None:
-                self._door = Authenticator(self._context, ring, self._on_failure)
+                self._authenticator = Authenticator(self._context, ring, self._on_failure)
             for plane in Plane:
                 self._planes.append(self._plane(plane, address))
         except BaseException:
-            self._give_up()
+            self._close_all()
             raise
-        if self._door is not None:
-            self._door.guard([p.gate for p in self._planes if isinstance(p, AuthorizedForwarder)], self.reconnect)
-            self._door.start()
+        if self._authenticator is not None:
+            controls = [plane.access for plane in self._planes if isinstance(plane, AuthorizedForwarder)]
+            self._authenticator.guard(controls, self.reconnect)
+            self._authenticator.start()
         for thread in self._planes:
             thread.start()
 
     def reconnect(self) -> None:
-        """Cut all connections and listen again: the only way to be rid of one of them."""
+        """Cut all connections and listen again. ZeroMQ has no way to cut a single one."""
         for plane in self._planes:
-            plane.open_anew()
+            plane.reopen()
 
     def stop(self) -> None:
-        """End both planes and free the ports. What receivers have not taken yet goes out for the linger time."""
+        """End both planes and free the ports. Messages still queued for receivers are sent during the linger time."""
         for plane in self._planes:
             plane.stop()
         self.join()
@@ -78,23 +82,24 @@ class Broker:
         for plane in self._planes:
             plane.join(timeout_seconds)
         if self._context is not None and not any(plane.is_alive() for plane in self._planes):
-            if self._door is not None:
-                self._door.stop()
-            self._context.destroy(linger=0)  # also of what a part that failed left open
+            if self._authenticator is not None:
+                self._authenticator.stop()
+            self._context.destroy(linger=0)  # closes sockets of a failed thread, too
 
     def in_use(self) -> bool:
-        """Whether somebody wants to hear more than his own pings, or did since the last call."""
-        used = [plane.in_use() for plane in self._planes]  # each has to be asked
+        """Whether a client subscribes to more than its own pings, or did since the last call."""
+        used = [plane.in_use() for plane in self._planes]  # no short circuit: each call resets its plane's flag
         return any(used)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a part ended by itself; None while all is well."""
-        parts: list[Forwarder | Authenticator] = [*self._planes, *([] if self._door is None else [self._door])]
-        return next((part.failure for part in parts if part.failure is not None), None)
+        """The error of a thread that failed; None if all run."""
+        failures = [plane.failure for plane in self._planes]
+        failures += [] if self._authenticator is None else [self._authenticator.failure]
+        return next((failure for failure in failures if failure is not None), None)
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """For each plane: messages and bytes passed on, messages dropped by reason, distinct subscriptions."""
+        """For each plane: messages and bytes forwarded, messages dropped by reason, distinct subscriptions."""
         return {
             plane.plane.name.lower(): {
                 "messages": plane.messages,
@@ -107,14 +112,13 @@ class Broker:
 
     def _plane(self, plane: Plane, address: Address) -> Forwarder:
         open_pair = partial(self._open_pair, plane, address)
-        if self._door is None:
+        if self._authenticator is None:
             return Forwarder(plane, open_pair, self._on_failure)
-        return AuthorizedForwarder(
-            plane, open_pair, self._on_failure, AccessControl(plane, self._door.grant_of), self._door.bar
-        )
+        access = AccessControl(plane, self._authenticator.grant_of)
+        return AuthorizedForwarder(plane, open_pair, self._on_failure, access, self._authenticator.bar)
 
     def _open_pair(self, plane: Plane, address: Address) -> tuple[Socket, Socket]:
-        """Bind `source` and `sink` of a plane; SettingError, and neither is left, if a port is taken."""
+        """Bind `source` and `sink` of a plane. Raises SettingError, with both closed, if a port is taken."""
         made: list[Socket] = []
         bulk = plane is Plane.BULK
         try:
@@ -127,8 +131,8 @@ class Broker:
                 messages = self.config.queue_mib * 2**20 // CHUNK_BYTES if bulk else CONTROL_MESSAGES
                 configure(socket, hwm_messages=messages, message_bytes=frame_bytes)
                 socket.setsockopt(zmq.AFFINITY, 1 << plane.value)
-                if self._door is not None:
-                    self._door.lock(socket)
+                if self._authenticator is not None:
+                    self._authenticator.lock(socket)
                     if kind == zmq.XPUB:
                         socket.setsockopt(zmq.XPUB_MANUAL, 1)
                 bind(socket, endpoint)
@@ -139,28 +143,28 @@ class Broker:
         source, sink = made
         return source, sink
 
-    def _give_up(self) -> None:
+    def _close_all(self) -> None:
         for plane in self._planes:
             plane.close()
         self._planes = []
-        if self._door is not None:
-            self._door.stop()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         if self._context is not None:
-            self._context.destroy(linger=0)  # also of what a part that failed left open
+            self._context.destroy(linger=0)  # closes sockets of a failed thread, too
 
 
 def numeric(host: str) -> str:
-    """`host` as an IP address (a broker binds to an interface, not to a name); IPv4 if it has both kinds."""
+    """`host` as an IP address, since a broker binds to an interface and not to a name; IPv4 is preferred to IPv6."""
     try:
         found = network.getaddrinfo(host, None, type=network.SOCK_STREAM)
     except (OSError, UnicodeError) as cause:
-        raise SettingError(f"--host {host} is no address of this machine: {cause}") from cause
+        raise SettingError(f"--host {host} is not an address of this machine: {cause}") from cause
     found.sort(key=lambda entry: entry[0] != network.AF_INET)
     return str(found[0][4][0])
 
 
 def bind(socket: Socket, endpoint: str) -> None:
-    """Listen at `endpoint`; SettingError naming it if that cannot be."""
+    """Bind `socket` to `endpoint`. Raises SettingError naming the port if that fails."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as cause:

@@ -278,9 +278,9 @@ def test_what_is_sent_as_soon_as_a_restarted_broker_is_heard_reaches_it() -> Non
 
 STOPPED_RECEIVER = """
 import json, sys, zmq
-from decoupled_diloco.common.sockets import Downlink
+from decoupled_diloco.common.sockets import SubscribeSocket
 context = zmq.Context()
-down = Downlink(context, sys.argv[1], hwm_messages=8)
+down = SubscribeSocket(context, sys.argv[1], hwm_messages=8)
 down.subscribe(b"run/fragment/")
 first, count = None, 0
 while True:
@@ -421,7 +421,7 @@ def test_half_a_broker_is_none_a_plane_that_fails_ends_it_with_its_reason() -> N
     broker = Broker(BrokerConfig(port=free_ports()), on_failure=told.set)
     broker.start()
     failing = broker._planes[1]
-    failing._tell_drops = lambda: 1 / 0  # type: ignore[method-assign,assignment]
+    failing._log_drops = lambda: 1 / 0  # type: ignore[method-assign,assignment]
     failing._waker.wake()
     assert told.wait(30), "the failure is told"
     assert isinstance(broker.failure, ZeroDivisionError)
@@ -443,17 +443,17 @@ def test_a_plane_that_was_woken_for_nothing_sleeps_again() -> None:
             wait_for(lambda plane=plane: not select.select([plane._waker], [], [], 0)[0], "the wish is read")  # type: ignore[misc]
 
 
-def test_a_wish_to_listen_anew_that_comes_while_another_is_granted_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_reopen_during_another_one_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with context() as made:
         plane = Forwarder(Plane.BULK, lambda: (made.socket(zmq.XSUB), made.socket(zmq.XPUB)), lambda: None)
         clear = plane._waker.clear
 
         def wished_meanwhile() -> None:
             clear()
-            plane.open_anew()
+            plane.reopen()
 
         monkeypatch.setattr(plane._waker, "clear", wished_meanwhile)
-        plane.open_anew()
+        plane.reopen()
         plane._reopen()
-        assert plane._anew
+        assert plane._reopening
         plane.close()

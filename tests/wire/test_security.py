@@ -541,8 +541,8 @@ def test_a_revoked_key_neither_says_nor_hears_anything_more_and_the_others_do(ho
 def test_between_being_revoked_and_cut_off_nothing_passes_either(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = house.sender("bob"), house.receiver("syncer", CONTROL, b"run/alive/")
     pass_on(up, down, alive("bob"))
-    assert house.broker._door is not None
-    monkeypatch.setattr(house.broker._door, "_reconnect", lambda: None)
+    assert house.broker._authenticator is not None
+    monkeypatch.setattr(house.broker._authenticator, "_reconnect", lambda: None)
     revoke(house.directory, role="learner", run="run", name="bob")
 
     def dropped() -> bool:
@@ -578,8 +578,8 @@ def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_told(
     def fails() -> bool:
         raise PermissionError(13, "Permission denied")
 
-    assert house.broker._door is not None
-    monkeypatch.setattr(house.broker._door._ring, "changed", fails)
+    assert house.broker._authenticator is not None
+    monkeypatch.setattr(house.broker._authenticator._ring, "changed", fails)
     seen = ""
 
     def told() -> bool:
@@ -596,8 +596,8 @@ def test_a_broker_whose_handshakes_nobody_answers_ends(tmp_path: Path) -> None:
     new_key(tmp_path, role="learner", run="run", name="bob")
     broker = Broker(BrokerConfig(port=free_ports(), keys=tmp_path))
     broker.start()
-    assert broker._door is not None
-    broker._door._authenticator.stop()
+    assert broker._authenticator is not None
+    broker._authenticator._authenticator.stop()
     wait_for(lambda: broker.failure is not None, "half a broker is none")
     broker.stop()
 

@@ -48,7 +48,7 @@ def refusal(user: str, plane: Plane, what: bytes, header: bytes = OBSERVER) -> s
 
 
 def admits(user: str, prefix: bytes) -> bool:
-    return Subscriptions().ask(user, prefix, Rule.of(GRANTS[user], Plane.CONTROL))
+    return Subscriptions().admit(user, prefix, Rule.of(GRANTS[user], Plane.CONTROL))
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -167,24 +167,24 @@ RULE = Rule.of(GRANTS["learner"], Plane.CONTROL)
 
 
 def fill(table: Subscriptions, count: int) -> int:
-    return sum(table.ask("learner", b"run/call/%d/" % i, RULE) for i in range(count))
+    return sum(table.admit("learner", b"run/call/%d/" % i, RULE) for i in range(count))
 
 
 def test_a_key_gets_so_many_subscriptions_and_another_has_its_own() -> None:
     table = Subscriptions()
     assert fill(table, SUBSCRIPTIONS + 50) == SUBSCRIPTIONS
     assert table.refusals["learner"] == 50
-    assert table.ask("observer", b"run/call/", Rule.of(GRANTS["observer"], Plane.CONTROL))
+    assert table.admit("observer", b"run/call/", Rule.of(GRANTS["observer"], Plane.CONTROL))
 
 
 def test_what_is_taken_back_gives_no_room_for_more_since_another_connection_may_still_have_it() -> None:
     table = Subscriptions()
     assert fill(table, SUBSCRIPTIONS) == SUBSCRIPTIONS
     for i in range(SUBSCRIPTIONS):
-        table.take_back(b"run/call/%d/" % i)
+        table.cancel(b"run/call/%d/" % i)
     assert not table.live
     assert table.full("learner")
-    assert not table.ask("learner", b"run/call/", RULE)
+    assert not table.admit("learner", b"run/call/", RULE)
 
 
 def test_subscriptions_of_connections_that_closed_live_no_more() -> None:
@@ -193,7 +193,7 @@ def test_subscriptions_of_connections_that_closed_live_no_more() -> None:
         assert fill(table, 100) == 100
         assert table.others == 100
         for i in range(100):
-            table.take_back(b"run/call/%d/" % i)
+            table.cancel(b"run/call/%d/" % i)
         assert not table.live
         assert table.others == 0
 
@@ -201,29 +201,29 @@ def test_subscriptions_of_connections_that_closed_live_no_more() -> None:
 def test_a_prefix_lives_as_long_as_anybody_has_it() -> None:
     table = Subscriptions()
     for user in ("learner", "observer"):
-        assert table.ask(user, b"run/call/", Rule.of(GRANTS[user], Plane.CONTROL))
-    table.take_back(b"run/call/")
+        assert table.admit(user, b"run/call/", Rule.of(GRANTS[user], Plane.CONTROL))
+    table.cancel(b"run/call/")
     assert table.others == 1
-    table.take_back(b"run/call/")
+    table.cancel(b"run/call/")
     assert table.others == 0
 
 
 def test_what_was_refused_and_closes_takes_nobody_s_subscription_along() -> None:
     table, syncer = Subscriptions(), Rule.of(GRANTS["syncer"], Plane.BULK)
-    assert not table.ask("learner", b"run/delta/", RULE)
-    assert table.ask("syncer", b"run/delta/", syncer)
-    table.take_back(b"run/delta/")
-    table.take_back(b"never/asked/")
+    assert not table.admit("learner", b"run/delta/", RULE)
+    assert table.admit("syncer", b"run/delta/", syncer)
+    table.cancel(b"run/delta/")
+    table.cancel(b"never/asked/")
     assert table.others == 1
-    table.take_back(b"run/delta/")
+    table.cancel(b"run/delta/")
     assert table.others == 0
 
 
 def test_pings_count_as_subscriptions_and_not_as_somebody_s_presence() -> None:
     table = Subscriptions()
-    assert table.ask("learner", b"run/ping/bob/", RULE)
+    assert table.admit("learner", b"run/ping/bob/", RULE)
     assert (len(table.live), table.others) == (1, 0)
-    table.take_back(b"run/ping/bob/")
+    table.cancel(b"run/ping/bob/")
     assert (len(table.live), table.others) == (0, 0)
 
 
@@ -238,13 +238,13 @@ def test_whatever_is_asked_and_taken_back_in_whatever_order_nothing_is_kept_for_
     table, asked = Subscriptions(), []
     for user, prefix in steps:
         if user is not None:
-            table.ask(user, prefix, Rule.of(GRANTS[user], Plane.CONTROL))
+            table.admit(user, prefix, Rule.of(GRANTS[user], Plane.CONTROL))
             asked.append(prefix)
         else:
-            table.take_back(prefix)
+            table.cancel(prefix)
         assert table.others == len(table.live) - (b"run/ping/bob/" in table.live)
     for prefix in asked:
-        table.take_back(prefix)
+        table.cancel(prefix)
     assert not table.live
     assert not table._refused
     assert table.others == 0

@@ -118,7 +118,7 @@ def test_a_broker_says_once_that_it_is_full_and_once_that_it_has_room_again(caps
     room.look()
     said = capsys.readouterr().err
     assert said.count("broker_full") == said.count("broker_has_room") == 1
-    assert "no other client can connect" in said
+    assert "no further client can connect" in said
 
 
 def test_room_that_is_there_is_only_looked_at() -> None:
