@@ -6,12 +6,9 @@ Errors are one sentence on standard error; the exit code is the error's own (com
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import click
@@ -19,7 +16,7 @@ import click
 from ..common.config import PRESETS, BrokerConfig, LearnerConfig, RunSettings, TaskSettings, preset
 from ..common.errors import DilocoError
 from ..common.output import echo, make_stdout_expendable, protect
-from ..common.printable import printable
+from ..common.printable import json_line, printable
 from ..common.system_limits import limit_of
 from ..compose.up_config import UpConfig
 from .environment import EnvironmentGroup, from_environment, in_force, strangers
@@ -241,7 +238,7 @@ def status(run: str, redis: str | None, *, as_json: bool) -> int:
 
     now = find_source(run, redis).read()
     if as_json:
-        echo(json.dumps(now.figures()))
+        echo(json_line(now.figures()))
     else:
         from ..monitor.console import PlainConsole
 
@@ -316,7 +313,6 @@ group.add_command(compare)
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command and end the process with its exit code."""
-    sys.excepthook = _crashed
     output, _ = protect()
     code = run_command(arguments)
     # All that matters is written, closed and joined by now. The interpreter would take torch's modules apart one by
@@ -344,11 +340,6 @@ def run_command(arguments: list[str] | None = None) -> int:
         if not reason:
             raise
         return _say(f"{type(wrong).__name__}: {wrong}: {reason}", 1)
-
-
-def _crashed(kind: type[BaseException], wrong: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of an error that no part expected, in which texts from outside may stand, too."""
-    echo("".join(traceback.format_exception(kind, wrong, trace)).rstrip("\n"), err=True)
 
 
 def _say(sentence: str, code: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -16,6 +15,7 @@ import click
 from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..common.output import echo
+from ..common.printable import json_line
 from ..simulator.settings import ClusterPlan, FailureModel, GoodputPlan, LinkModel
 from .environment import EnvironmentCommand, EnvironmentGroup
 from .options import made_of, options_of, refuse
@@ -53,11 +53,11 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
     steps, seed = plan.steps(model), plan.seed
     if sensitivity:
         rows = cluster.sensitivity(model, steps=steps, seed=seed, said=lambda what: echo(what, err=True))
-        echo(json.dumps({"rows": rows}) if as_json else tables.sensitivity(rows))
+        echo(json_line({"rows": rows}) if as_json else tables.sensitivity(rows))
     elif table:
         cells = cluster.table_1(model, steps=steps, seed=seed)
         worst = cluster.worst_difference(cells)
-        echo(json.dumps({"cells": cells, "worst": worst}) if as_json else tables.table_1(cells, worst))
+        echo(json_line({"cells": cells, "worst": worst}) if as_json else tables.table_1(cells, worst))
     else:
         outcomes = cluster.beside_each_other(plan, model)
         figures: dict[str, Any] = {
@@ -66,7 +66,7 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **given: Any) -> i
         hours = round(steps * model.step_seconds / 3600, 1)
         failed = cluster.outages(model, plan) if model.site_failures_a_year else None
         told = {"chips": plan.chips, "learners": plan.learners, "seed": seed, "hours": hours, "site_outages": failed}
-        echo(json.dumps(told | figures) if as_json else tables.outcomes(plan, outcomes, hours, failed))
+        echo(json_line(told | figures) if as_json else tables.outcomes(plan, outcomes, hours, failed))
     return 0
 
 
@@ -86,13 +86,13 @@ def bandwidth(*, table: bool, as_json: bool, **given: Any) -> int:
     if table:
         refuse((f.name for f in fields(LinkModel)), "is for one link: --table has the paper's settings")
         cells = network.table_13()
-        echo(json.dumps({"cells": cells}) if as_json else tables.table_13(cells))
+        echo(json_line({"cells": cells}) if as_json else tables.table_13(cells))
         return 0
     link = made_of(LinkModel, given)
     bits = network.BITS[link.codec_up]
     published: dict[str, float] = {method: network.published(link, method, bits) for method in network.METHODS}
     ours = network.this_system(link)
-    echo(json.dumps({"published": published, "this_system": ours}) if as_json else tables.link(link, published, ours))
+    echo(json_line({"published": published, "this_system": ours}) if as_json else tables.link(link, published, ours))
     return 0
 
 
@@ -120,7 +120,7 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **given:
     failures = made_of(FailureModel, {**given, "step_seconds": FailureModel.step_seconds})
     settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
     told = virtual_run.run(plan, settings, task, failures, data=data, tape=tape, said=_progress(settings.steps))
-    echo(json.dumps(told) if as_json else tables.run(told))
+    echo(json_line(told) if as_json else tables.run(told))
     return 0
 
 
@@ -142,7 +142,7 @@ def replay(tape: Path, data: Path | None, *, decisions: bool, as_json: bool) -> 
     read = read_journal(tape)
     merges = sum(row["what"] == "merged" for row in read.syncer.rows)
     verdict = again.replay_decisions(read) if decisions else again.replay(read, data, _progress(merges, "merge"))
-    echo(json.dumps(vars(verdict)) if as_json else tables.verdict(verdict))
+    echo(json_line(vars(verdict)) if as_json else tables.verdict(verdict))
     return 0
 
 
@@ -196,7 +196,7 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
         if as_json:
             listed = [{"suite": each.name, "asks": each.asks, "cells": len(each.cells), "seeds": each.seeds,
                        "core_hours": round(each.core_hours, 3)} for each in suites]  # fmt: skip
-            echo(json.dumps({"suites": listed}))
+            echo(json_line({"suites": listed}))
             return 0
         for each in suites:
             size = f"{len(each.cells)} cells, {each.seeds} seeds, about {each.core_hours:.1g} core-hours"
@@ -223,7 +223,7 @@ def compare(*, out: Path, seeds: int, jobs: int, minutes: float, data: Path | No
             echo(markdown(wanted, results.rows))
             echo("in " + ", ".join(map(str, paths)))
     if as_json:
-        echo(json.dumps({"suites": told} if given["suite"] == "full" else told[0] if told else {}))
+        echo(json_line({"suites": told} if given["suite"] == "full" else told[0] if told else {}))
     if failed:
         raise DilocoError(f"{len(failed)} could not be trained, the first is {failed[0]}; the rest is kept in {out}")
     return 0

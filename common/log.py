@@ -7,7 +7,8 @@
     12:00:01 syncer delta_taken fragment=3 learner=a slot=41 seconds=0.018
 
 The terminal is spared: what happens many times a second has a few lines there, and all of them only in the file.
-Whatever stands in a name or a value, one event is one line: control characters are escaped, the JSON is pure ASCII.
+Whatever stands in a name or a value, one event is one line: control characters are escaped, the JSON is pure ASCII,
+and every reader takes it: a surrogate without its partner is spelled out, nan and infinity are text.
 structlog's global settings are left alone, since `join()` runs inside somebody else's program.
 """
 
@@ -15,14 +16,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from .errors import SettingError
-from .printable import printable
+from .printable import encodable, json_value, printable
 
 CALM_SECONDS, CALM_LINES = 10.0, 3
 """In so many seconds the terminal gets so many lines of one kind of event about one learner. Warnings all pass."""
@@ -163,39 +162,19 @@ def _drop_below_level(_: Any, method: str, event: MutableMapping[str, Any]) -> M
 def _complete(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """The event's own fields first and in order; a caller's field of the same name gets a trailing underscore."""
     part = event.pop("part", "")
-    process = _outputs.process or part
+    process = encodable(_outputs.process or part)
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     whole: dict[str, Any] = {
         "ts": now,
         "level": method if method in LEVELS else "error",
         "process": process,
-        "event": str(event.pop("event", "")),
+        "event": encodable(str(event.pop("event", ""))),
     }
     if part and part != process:
         whole["part"] = part
     for key, value in event.items():
-        whole[f"{key}_" if key in _OWN_FIELDS or key == "part" else key] = _plain(value)
+        whole[f"{key}_" if key in _OWN_FIELDS or key == "part" else encodable(key)] = json_value(value)
     return whole
-
-
-_PLAIN_TYPES = frozenset({str, int, bool, type(None)})
-
-
-def _plain(value: Any) -> Any:
-    """`value` in terms of JSON; anything else as its text, and so are nan and infinity, which JSON does not have."""
-    if type(value) in _PLAIN_TYPES:  # by far the most, and asking an abstract class is dear
-        return value
-    if isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(inner) for inner in value]
-    return str(value)
 
 
 def _human_line(event: Mapping[str, Any]) -> str:

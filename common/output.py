@@ -1,7 +1,9 @@
 """Standard output and standard error that cannot end a program: text that they do not take is dropped and counted as
 lost, so that a closed pipe, a full disk or a vanished terminal costs the display and nothing else.
 
-All writers are served alike: prints, log lines, rich's live display, and what Python itself flushes at the end.
+All writers are served alike: prints, log lines, rich's live display, and what Python itself flushes at the end. And no
+text controls the terminal, whichever program part or library prints it (warnings, errors that end a thread or come up
+in a finalizer, other loggers): only what draws a picture writes to the stream below, `unescaped`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import io
 import os
 import select
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from .printable import printable_lines
 
@@ -81,10 +83,37 @@ class Output(io.RawIOBase):
         return self.failure is not None and self.failure.errno == errno.EPIPE
 
 
+class EscapedText(io.TextIOWrapper):
+    """Text of one line or more, in which whatever controls a terminal is spelled out."""
+
+    def write(self, text: str) -> int:
+        return super().write(printable_lines(text))
+
+
+class _Unescaped:
+    """The same stream for what draws on a terminal, with its buffer and its order."""
+
+    def __init__(self, stream: EscapedText) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """`stream`, for a writer that escapes foreign text by itself and moves the cursor."""
+    return cast("TextIO", _Unescaped(stream)) if isinstance(stream, EscapedText) else stream
+
+
 def protect() -> tuple[Output, Output]:
-    """Have `sys.stdout` and `sys.stderr` lose what they cannot write. To be called before any file is opened: a
-    standard descriptor that is closed leads nowhere from now on, or else the next file opened would get its number.
+    """Have `sys.stdout` and `sys.stderr` lose what they cannot write, and escape what they can. To be called before any
+    file is opened: a standard descriptor that is closed leads nowhere from now on, or else the next file opened would
+    get its number.
     """
+    os.environ.setdefault("PYTHON_COLORS", "0")  # Python would colour its tracebacks, and that would be spelled out
     closed = {number for number in (0, 1, 2) if not _is_open(number)}
     for number in sorted(closed):
         opened = os.open(os.devnull, os.O_RDWR)
@@ -113,7 +142,7 @@ def _text_over(output: Output, before: TextIO | None) -> TextIO:
             before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"
     is_prompt = output.name == "stderr" or output.isatty()
-    return io.TextIOWrapper(
+    return EscapedText(
         io.BufferedWriter(output), encoding=encoding, errors="backslashreplace", line_buffering=is_prompt
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import time
@@ -14,6 +13,7 @@ from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
 from ..common.output import deliver
+from ..common.printable import json_line
 from ..common.registry_preflight import store_advice
 from ..monitor.console import PlainConsole
 from ..monitor.status import Source
@@ -134,7 +134,7 @@ def _show(house: Supervisor, wish: StopRequest, console: PlainConsole) -> int:
         how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"
         console.print(f"stopped at step {told['steps']}; {how}", soft_wrap=True)
     if house.prepared.config.as_json:
-        _deliver(json.dumps(figures(house.folder) if house.finished else told), house.folder.name)
+        _deliver(json_line(figures(house.folder) if house.finished else told), house.folder.name)
     return 0
 
 

@@ -27,6 +27,7 @@ import torch
 
 from ..common.errors import DilocoError, SettingError
 from ..common.log import configure
+from ..common.output import protect
 from ..learner.task.text import load_corpus
 from .analysis import differences, draw, markdown
 from .methods import Cell, train
@@ -212,6 +213,7 @@ def _own_threads() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who broke off speaks to the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    protect()
     configure("compare", level="warning")
 
 

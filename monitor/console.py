@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from ..common.output import unescaped
 from ..common.printable import printable, printable_lines
 
 
@@ -16,6 +18,7 @@ class PlainConsole(Console):
     """Nothing in a string is markup or an emoji code, and it is one line; no text colours, moves or erases anything."""
 
     def __init__(self, *, stderr: bool = False, **more: Any) -> None:
+        more.setdefault("file", unescaped(sys.stderr if stderr else sys.stdout))
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, **more)
 
     def render_str(self, text: str, **style: Any) -> Text:

@@ -6,6 +6,8 @@ import ast
 import io
 import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ from decoupled_diloco.cli import commands
 from decoupled_diloco.common import errors
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import DilocoError, Malformed, SettingError
+from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.output import echo
-from decoupled_diloco.common.printable import printable, printable_lines
+from decoupled_diloco.common.printable import json_line, printable, printable_lines
 from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.common.run_folder import RunFolder, Setup
 from decoupled_diloco.compose.embedded_redis import EmbeddedStore
@@ -28,6 +31,7 @@ from decoupled_diloco.monitor.watch import line, open_display, picture, table
 from hostile import ALL_AT_ONCE, HOSTILE, check_shown
 from hypothesis import given
 from hypothesis import strategies as st
+from logged import logged
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -118,15 +122,91 @@ def test_what_stands_in_the_environment_comes_back_printable(
     assert "(from DILOCO_DATA)" in err or "DILOCO_DATA" in err.splitlines()[-1]
 
 
-def test_an_error_that_no_part_expected_is_printed_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        raise RuntimeError(ALL_AT_ONCE)
-    except RuntimeError:
-        commands._crashed(*sys.exc_info())
-    err = capsys.readouterr().err
-    check_shown(err)
-    assert err.startswith("Traceback (most recent call last):\n")
-    assert "RuntimeError" in err
+PRINTS = """
+import asyncio, gc, logging, sys, threading, traceback, warnings
+from hostile import ALL_AT_ONCE
+from decoupled_diloco.common.output import protect
+
+def fail():
+    raise RuntimeError(f"from a {threading.current_thread().name}" + ALL_AT_ONCE)
+
+class Finalized:
+    def __del__(self):
+        raise RuntimeError("from a finalizer" + ALL_AT_ONCE)
+
+async def forgotten():
+    asyncio.get_running_loop().call_exception_handler({"message": "from a loop" + ALL_AT_ONCE})
+
+protect()
+thread = threading.Thread(target=fail, name="Thread" + ALL_AT_ONCE)
+thread.start(); thread.join()
+Finalized(); gc.collect()
+warnings.warn("from a warning" + ALL_AT_ONCE)
+logging.getLogger("x").warning("from another logger" + ALL_AT_ONCE)
+logging.getLogger("x").warning("%d", "from a wrong call" + ALL_AT_ONCE)
+asyncio.run(forgotten())
+print("from a print" + ALL_AT_ONCE)
+sys.stderr.writelines(["from lines" + ALL_AT_ONCE, "\\n"])
+if sys.argv[1:]:
+    sys.excepthook = None  # Python prints by itself what it can not hand on
+fail()
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["without a hook"]])
+def test_whatever_prints_cannot_control_the_terminal(more: list[str]) -> None:
+    command = [sys.executable, "-P", "-W", "default", "-c", PRINTS, *more]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False)
+    assert done.returncode == 1
+    check_shown(done.stdout + done.stderr)
+    for place in ("Thread", "finalizer", "warning", "another logger", "wrong call", "loop", "lines", "MainThread"):
+        assert re.search(rf"from (a )?{place}.*{re.escape(printable(HOSTILE[2]))}", done.stderr), place
+    assert "from a print" + printable_lines(ALL_AT_ONCE) in done.stdout
+    assert done.stderr.count("Traceback (most recent call last):") == 4
+
+
+def test_a_picture_is_drawn_past_the_escapes_in_order_with_what_is_printed() -> None:
+    program = (
+        "from decoupled_diloco.common.output import protect; protect()\n"
+        "from decoupled_diloco.monitor.console import PlainConsole, styled\n"
+        "print('one\\x1b[2J'); PlainConsole(force_terminal=True).print(styled('two\\x1b[2J', 'bold')); print('three')"
+    )
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    environment.pop("NO_COLOR", None)
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=True)
+    assert done.stdout == "one\\x1b[2J\n\x1b[1mtwo\\x1b[2J\x1b[0m\nthree\n"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+@given(st.recursive(ANY_TEXT | st.floats() | st.integers() | st.none() | st.booleans(),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+                    max_leaves=6))  # fmt: skip
+def test_json_is_what_a_strict_reader_takes_and_keeps_what_it_can(value: Any) -> None:
+    """A strict reader has no nan and no infinity, and no half of a pair of surrogates."""
+    line = json_line(value)
+    assert line.isascii()
+    assert line.isprintable()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    read = json.loads(line, parse_constant=refuse)
+    json.dumps(read, ensure_ascii=False).encode("utf-8")
+    if isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value):
+        assert read == value
+
+
+def test_half_a_pair_is_spelled_in_the_log_and_on_standard_output(
+    tmp_path: Path, odd_folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logged(tmp_path) as events:
+        get_logger("test").info("odd\ud800", **{"key\udcff": ["\ud800", {"\ud800": "\U0001f642"}]})
+        [row] = events(r"odd\ud800")
+    assert row[r"key\xff"] == [r"\ud800", {r"\ud800": "\U0001f642"}]
+    assert commands.run_command(["status", "--json", str(odd_folder.path)]) == 0
+    json.dumps(json.loads(capsys.readouterr().out), ensure_ascii=False).encode("utf-8")
 
 
 NAME = "".join(HOSTILE).replace("/", "").replace("\x00", "").replace("\ud800", "")
@@ -260,7 +340,6 @@ def test_hostile_text_in_redis_is_drawn_as_it_is(hostile_store: str) -> None:
 
 def test_what_the_registry_writes_is_printable(tmp_path: Path) -> None:
     import redis
-    from decoupled_diloco.common.log import get_logger
     from waiting import wait_for
 
     with EmbeddedStore(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
@@ -276,7 +355,7 @@ def test_what_the_registry_writes_is_printable(tmp_path: Path) -> None:
 OUTPUTS = {"common/output.py", "common/log.py", "monitor/console.py"}
 EXCEPT = {"cli/keys_command.py:_print", "compose/signals.py:_heard"}
 """Key files, which are ASCII and must be written whole; a handler of signals."""
-FORBIDDEN = {"print", "click.echo", "click.secho", "Console", "os.write", "Text"}
+FORBIDDEN = {"print", "click.echo", "click.secho", "Console", "os.write", "Text", "unescaped"}
 
 
 def writes(path: Path) -> Iterator[str]:
