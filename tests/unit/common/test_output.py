@@ -203,8 +203,8 @@ def test_a_terminal_that_closes_is_one_wish_to_stop_however_often_it_signals(tmp
     for first in ("signal.SIGHUP", "signal.SIGINT"):
         assert run(tmp_path, ["-c", up.replace("{first}", first)]).stdout == b"True 1\n"
     learner = (
-        "import os, signal; from decoupled_diloco.learner.task.startup import Leave\n"
-        "leave = Leave(); leave.at_once = False\n"
+        "import os, signal; from decoupled_diloco.learner.task.startup import StopRequest\n"
+        "leave = StopRequest(); leave.at_once = False\n"
         "for _ in range(2): os.kill(os.getpid(), signal.SIGHUP)\n"
         "print(leave.wished.is_set())\n"
     )
