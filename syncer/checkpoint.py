@@ -1,13 +1,13 @@
-"""What the syncer keeps on disk. The files are the authority; whatever else is known is rebuilt from them.
+"""Checkpoints on the syncer's disk. The files are the authority; all other state is rebuilt from them.
 
     DIRECTORY/lock                 held (flock) by the one syncer that serves this run
-    DIRECTORY/epoch                the highest epoch this directory ever served under
-    DIRECTORY/version-0/           layout, version 0 of every fragment, static part; written once
+    DIRECTORY/epoch                the highest epoch used with this directory
+    DIRECTORY/version-0/           layout, version 0 of every fragment, static tensors; written once
     DIRECTORY/checkpoint-N/        public, residual, momentum, versions and the loop's bookkeeping; the last two
     DIRECTORY/buffers-N/           static tensors as one learner's training had left them at the end
-    DIRECTORY/damaged-N/           a checkpoint that was found damaged when an older one was taken instead
+    DIRECTORY/damaged-N/           a checkpoint that was damaged, so that an older one was restored
 
-A folder in it is complete or not there (`folders`).
+Each folder is either complete or absent (`atomic_folder`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .global_model import GlobalModel, Snapshot, check_model, readable
 
 
 class OwnedDirectory:
-    """DIRECTORY/lock is held (flock) by its owner; DIRECTORY/epoch holds one number."""
+    """A directory with a lock (flock on DIRECTORY/lock) and a persistent epoch number (DIRECTORY/epoch)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -42,7 +42,7 @@ class OwnedDirectory:
 
     @property
     def printable(self) -> str:
-        """The directory as it can be printed anywhere, whatever its name is made of."""
+        """The directory's name with unprintable characters escaped."""
         return printable(str(self.directory))
 
     @property
@@ -50,17 +50,17 @@ class OwnedDirectory:
         return self._lock is not None
 
     def lock(self) -> None:
-        """Make the directory if need be, own it until this process ends, and clear leftovers.
+        """Create the directory if needed, lock it until this process ends, and remove leftovers.
 
-        SettingError, naming the directory, if another process owns it or nothing can be written there.
+        SettingError, naming the directory, if another process holds the lock or the directory is not writable.
         """
         if not _is_text(self.directory):
             raise SettingError(f"the name of {self.printable} is not valid UTF-8; give another directory")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as wrong:
-            raise self.unwritable(wrong) from wrong
+        except OSError as error:
+            raise self._unwritable(error) from error
         probe = self.directory / (atomic_folder.WRITING + "probe")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,90 +69,93 @@ class OwnedDirectory:
             atomic_folder.clean(self.directory)
             atomic_folder.write_file(probe, " " * 4096)
             probe.unlink()
-        except BlockingIOError as wrong:
+        except BlockingIOError as error:
             owner = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "?"
             os.close(handle)
             raise SettingError(
                 f"{self.printable} is in use by another syncer (process {owner}); "
                 "stop that one, or give another directory"
-            ) from wrong
-        except OSError as wrong:
+            ) from error
+        except OSError as error:
             os.close(handle)
-            raise self.unwritable(wrong) from wrong
+            raise self._unwritable(error) from error
         self._lock = handle
 
     def unlock(self) -> None:
-        """Let another process own the directory."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def epoch(self) -> int:
-        """The highest epoch that was written here, 0 if none was. SettingError if the file cannot be understood."""
-        place = self.directory / "epoch"
+        """The highest epoch written here, 0 if none. SettingError if the file is unreadable."""
+        path = self.directory / "epoch"
         try:
-            return int(place.read_text("ascii"))
+            return int(path.read_text("ascii"))
         except FileNotFoundError:
             return 0
-        except (OSError, ValueError) as wrong:
-            raise SettingError(f"{place} does not hold a number; write one above every epoch of this run") from wrong
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{path} does not hold a number; write one above every epoch of this run") from error
 
     def write_epoch(self, epoch: int) -> None:
-        """Make `epoch` durable, before its first use. ValueError if it is not above the one written; SettingError."""
+        """Make `epoch` durable before its first use.
+
+        ValueError if it is not above the stored one, SettingError if it cannot be written.
+        """
         if epoch <= self.epoch():
             raise ValueError(f"epoch {epoch} after epoch {self.epoch()}")
         try:
             self.check_owned()
             atomic_folder.write_file(self.directory / "epoch", f"{epoch}\n")
-        except OSError as wrong:
-            raise self.unwritable(wrong) from wrong
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def check_owned(self) -> None:
-        """OSError unless the directory is the one that was locked, and still in its place."""
+        """OSError unless the directory at this path is still the one that was locked."""
         if self._lock is None:
             raise OSError(f"{self.printable} is not locked by this process")
         if not os.path.samestat(os.fstat(self._lock), (self.directory / "lock").stat()):
-            raise OSError(f"{self.printable} is another directory than the one this syncer began in")
+            raise OSError(f"{self.printable} was replaced by another directory while this syncer was running")
 
-    def unwritable(self, wrong: OSError) -> SettingError:
+    def _unwritable(self, error: OSError) -> SettingError:
         return SettingError(
-            f"cannot write into {self.printable}: {wrong.strerror or wrong}; give a directory with space"
+            f"cannot write into {self.printable}: {error.strerror or error}; give a directory with space"
         )
 
 
-def _is_text(place: Path) -> bool:
-    """Whether the path's bytes are UTF-8; the safetensors library opens no others."""
+def _is_text(path: Path) -> bool:
+    """Whether the path's bytes are UTF-8; the safetensors library opens no other paths."""
     try:
-        os.fsencode(place).decode("utf-8")
+        os.fsencode(path).decode("utf-8")
     except UnicodeDecodeError:
         return False
     return True
 
 
 KEPT = 2
-"""Checkpoints that stay: the newest, and the one before in case the newest is found damaged."""
+"""Checkpoints to keep: the newest, and the previous one in case the newest is damaged."""
 VERSION_ZERO = "version-0"
 DAMAGED, BUFFERS = "damaged-", "buffers-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint as read: what belongs together was written together."""
+    """A checkpoint as read from disk."""
 
     number: int
     snapshot: Snapshot
     bookkeeping: dict[str, Any]
     warnings: tuple[str, ...]
-    """One sentence for each newer checkpoint that was damaged and is not used."""
+    """One sentence for each newer checkpoint that was skipped because it was damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A run as it stands on disk."""
+    """A run restored from disk."""
 
     state: GlobalModel
     bookkeeping: dict[str, Any] | None
-    """None: no checkpoint yet, the state is version 0."""
+    """None: there is no checkpoint yet, the state is version 0."""
     warnings: tuple[str, ...] = ()
 
 
@@ -166,7 +169,7 @@ class _VersionZero:
 
 
 class Checkpoints(OwnedDirectory):
-    """One directory. Reading needs no lock; writing does."""
+    """The checkpoints of one run. Writing requires the lock, reading does not."""
 
     # --- version 0 ---------------------------------------------------------------------------------------------------
     def write_version_zero(
@@ -177,14 +180,14 @@ class Checkpoints(OwnedDirectory):
         vectors: Sequence[Tensor],
         static: bytes | memoryview,
     ) -> None:
-        """Make version 0 durable: flat f32 [fragment.length] a fragment, and the static part's raw bytes.
+        """Make version 0 durable: flat f32 [fragment.length] per fragment, and the raw bytes of the static tensors.
 
-        For ever: SettingError if a version 0 or a checkpoint is here already, or nothing can be written.
-        Malformed if the vectors are not what the plan says.
+        It is written only once: SettingError if a version 0 or a checkpoint exists, or nothing can be written.
+        Malformed if the vectors do not match the plan.
         """
         check_model(plan, vectors, static)
         if self.is_seeded():
-            raise self._seeded()
+            raise self._already_seeded()
         tensors = {f"public.{p}": vector for p, vector in enumerate(vectors)}
         if len(static):
             tensors["static"] = torch.frombuffer(bytearray(static), dtype=torch.uint8)
@@ -192,19 +195,19 @@ class Checkpoints(OwnedDirectory):
         try:
             self.check_owned()
             atomic_folder.write_folder(self.directory / VERSION_ZERO, tensors, state)
-        except OSError as wrong:
+        except OSError as error:
             if self.is_seeded():
-                raise self._seeded() from wrong
-            raise self.unwritable(wrong) from wrong
+                raise self._already_seeded() from error
+            raise self._unwritable(error) from error
 
     def is_seeded(self) -> bool:
-        """Whether a version 0, or a checkpoint that must have had one, is here."""
+        """Whether there is a version 0, or a checkpoint (which implies one)."""
         return (self.directory / VERSION_ZERO).exists() or bool(self._numbers(CHECKPOINT))
 
     def version_zero(self) -> tuple[Layout, list[Tensor], bytes] | None:
         """Layout, flat f32 vectors and static bytes of version 0; None if the run was never seeded.
 
-        SettingError if it is damaged or missing beside checkpoints: it is never taken for an unseeded run.
+        SettingError if it is damaged, or missing although there are checkpoints: such a run is not unseeded.
         """
         read = self._read_version_zero()
         return None if read is None else (read.layout, read.vectors, read.static)
@@ -221,21 +224,21 @@ class Checkpoints(OwnedDirectory):
                 vectors=[tensors[f"public.{p}"] for p in range(state["P"])],
                 static=tensors["static"].numpy().tobytes() if "static" in tensors else b"",
             )
-        except (Malformed, KeyError) as wrong:
+        except (Malformed, KeyError) as error:
             raise SettingError(
-                f"version 0 in {self.printable} is damaged ({wrong}); put it back from a copy, "
-                "or begin a new run in another directory"
-            ) from wrong
+                f"version 0 in {self.printable} is damaged ({error}); restore it from a copy, "
+                "or start a new run in another directory"
+            ) from error
 
     def initial(self, fragment: int) -> memoryview:
-        """Raw f32 bytes of one fragment's version 0, read from disk. Malformed if it cannot be read."""
+        """Raw f32 bytes of version 0 of one fragment, read from disk. Malformed if they cannot be read."""
         return readable(atomic_folder.read_tensor(self.directory / VERSION_ZERO, f"public.{fragment}"))
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def save(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any]) -> tuple[int, int]:
-        """Write one checkpoint, durable when this returns; its number and its bytes. Older ones go, but for one.
+        """Write one checkpoint, durable when this returns, and remove all but the last KEPT; its number and size.
 
-        OSError if that fails (disk full, directory gone): those that were there are untouched.
+        OSError if that fails (disk full, directory gone): existing checkpoints are untouched.
         """
         self.check_owned()
         number = 1 + max(self._numbers(CHECKPOINT) + self._numbers(DAMAGED), default=0)
@@ -247,35 +250,35 @@ class Checkpoints(OwnedDirectory):
             "versions": list(snapshot.versions),
             "bookkeeping": dict(bookkeeping),
         }
-        size = atomic_folder.write_folder(self._place(CHECKPOINT, number), tensors, state)
+        size = atomic_folder.write_folder(self._path(CHECKPOINT, number), tensors, state)
         for old in self._numbers(CHECKPOINT)[:-KEPT]:
-            atomic_folder.remove_folder(self._place(CHECKPOINT, old))
+            atomic_folder.remove_folder(self._path(CHECKPOINT, old))
         return number, size
 
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint, None if there is none yet.
 
-        A damaged one is passed over with a warning; who holds the lock also renames it to damaged-N. SettingError if
-        all that are there are damaged: going back to version 0 would silently lose the run.
+        A damaged one is skipped with a warning and, if this process holds the lock, renamed to damaged-N. SettingError
+        if all of them are damaged: going back to version 0 would silently lose the run.
         """
         while numbers := self._numbers(CHECKPOINT):
             damaged: dict[int, Malformed] = {}
             for number in reversed(numbers):
                 try:
                     return self._read(number, damaged)
-                except Malformed as wrong:
-                    damaged[number] = wrong
+                except Malformed as error:
+                    damaged[number] = error
             if numbers == self._numbers(CHECKPOINT):
                 raise SettingError(
                     f"every checkpoint in {self.printable} is damaged ({damaged[numbers[-1]]}); "
-                    f"put one back from a copy, or remove the folders {CHECKPOINT}* to begin again from version 0"
+                    f"restore one from a copy, or remove the folders {CHECKPOINT}* to start again from version 0"
                 )
-            # Somebody else writes here and has removed what was listed: list again.
+            # Another process writes here and has removed the listed checkpoints: list again.
         return None
 
     def _read(self, number: int, damaged: Mapping[int, Malformed]) -> Checkpoint:
-        place = self._place(CHECKPOINT, number)
-        tensors, state = atomic_folder.read_folder(place)
+        path = self._path(CHECKPOINT, number)
+        tensors, state = atomic_folder.read_folder(path)
         try:
             groups = [
                 tuple(tensors[f"{group}.{p}"] for p in range(len(state["versions"])))
@@ -291,18 +294,19 @@ class Checkpoints(OwnedDirectory):
                 momentum=groups[2] if len(groups) > 2 else None,
             )
             bookkeeping = state["bookkeeping"]
-        except (KeyError, IndexError, TypeError) as wrong:
-            raise Malformed("damaged", f"{place} lacks {wrong}") from wrong
+        except (KeyError, IndexError, TypeError) as error:
+            raise Malformed("damaged", f"{path} lacks {error}") from error
         if self.is_locked:
             for bad in damaged:
-                self._place(CHECKPOINT, bad).rename(self._place(DAMAGED, bad))
-        warnings = tuple(f"{wrong}; checkpoint {number} is taken instead" for wrong in damaged.values())
+                self._path(CHECKPOINT, bad).rename(self._path(DAMAGED, bad))
+        warnings = tuple(f"{error}; checkpoint {number} is used instead" for error in damaged.values())
         return Checkpoint(number=number, snapshot=snapshot, bookkeeping=bookkeeping, warnings=warnings)
 
     def restore(self, settings: RunSettings) -> Restored | None:
         """The newest state of this run, None if it was never seeded.
 
-        SettingError if version 0 or every checkpoint is damaged, or of another run or plan than `settings` make.
+        SettingError if version 0 or every checkpoint is damaged, or if they belong to another run or plan than
+        `settings` describe.
         """
         zero = self._read_version_zero()
         if zero is None:
@@ -310,8 +314,8 @@ class Checkpoints(OwnedDirectory):
         plan = plan_for(zero.layout, settings)
         if (zero.run, zero.plan_digest) != (settings.run, plan.digest):
             raise SettingError(
-                f"{self.printable} holds run {zero.run!r}, cut into {len(zero.vectors)} fragments, and "
-                f"the settings say run {settings.run!r} and {plan.P} fragments (or another model); "
+                f"{self.printable} holds run {zero.run!r} with {len(zero.vectors)} fragments, but "
+                f"the settings say run {settings.run!r} with {plan.P} fragments (or another model); "
                 "resume with the run's own settings, or give another directory"
             )
         newest = self.newest()
@@ -324,7 +328,7 @@ class Checkpoints(OwnedDirectory):
 
     # --- buffers -----------------------------------------------------------------------------------------------------
     def write_buffers(self, layout: Layout, learner: str, moved: Mapping[int, bytes | memoryview]) -> None:
-        """Make durable what a learner's training made of static tensors, by index into the layout's; OSError."""
+        """Make durable the static tensors that a learner's training changed, by index into the layout's; OSError."""
         self.check_owned()
         number = 1 + max(self._numbers(BUFFERS), default=0)
         tensors = {
@@ -333,40 +337,40 @@ class Checkpoints(OwnedDirectory):
             if len(values)
         }
         atomic_folder.write_folder(
-            self._place(BUFFERS, number), tensors, {"learner": learner, "layout": layout.fingerprint}
+            self._path(BUFFERS, number), tensors, {"learner": learner, "layout": layout.fingerprint}
         )
         for old in self._numbers(BUFFERS)[:-1]:
-            atomic_folder.remove_folder(self._place(BUFFERS, old))
+            atomic_folder.remove_folder(self._path(BUFFERS, old))
 
     def _restore_buffers(self, state: GlobalModel) -> tuple[str, ...]:
-        """Put the newest stored static values into `state`; why they cannot be used, if so."""
+        """Put the newest stored static tensors into `state`; returns a warning if they cannot be used."""
         layout, numbers = state.plan.layout, self._numbers(BUFFERS)
         if not numbers:
             return ()
         try:
-            tensors, rows = atomic_folder.read_folder(self._place(BUFFERS, numbers[-1]))
+            tensors, rows = atomic_folder.read_folder(self._path(BUFFERS, numbers[-1]))
             indices = {spec.name: index for index, spec in enumerate(layout.static)}
             moved = {indices[name]: tensor.numpy().tobytes() for name, tensor in tensors.items()}
             if rows["layout"] != layout.fingerprint or any(len(v) != layout.static[i].bytes for i, v in moved.items()):
-                raise Malformed("damaged", "they are another model's")
+                raise Malformed("damaged", "they belong to another model")
             state.take_static(str(rows["learner"]), moved, replaced(layout, state.static, moved))
-        except (Malformed, KeyError) as wrong:
-            return (f"the final buffers cannot be used ({wrong}), version 0's are taken instead",)
+        except (Malformed, KeyError) as error:
+            return (f"the final buffers cannot be used ({error}); those of version 0 are used instead",)
         return ()
 
-    # --- small things ------------------------------------------------------------------------------------------------
-    def _place(self, kind: str, number: int) -> Path:
+    # --- helpers -----------------------------------------------------------------------------------------------------
+    def _path(self, kind: str, number: int) -> Path:
         return self.directory / f"{kind}{number:012d}"
 
     def _numbers(self, kind: str) -> list[int]:
         """Numbers of the folders of a kind, ascending."""
         if not self.directory.is_dir():
             return []
-        names = [place.name.removeprefix(kind) for place in self.directory.iterdir() if place.name.startswith(kind)]
+        names = [path.name.removeprefix(kind) for path in self.directory.iterdir() if path.name.startswith(kind)]
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def _seeded(self) -> SettingError:
+    def _already_seeded(self) -> SettingError:
         return SettingError(
             f"{self.printable} already holds version 0 of a run and is never seeded again; "
-            "resume that run, or begin a new one in another directory"
+            "resume that run, or start a new one in another directory"
         )

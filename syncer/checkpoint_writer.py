@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints and final buffers, so that the syncer's loop never waits for a disk."""
+"""Background thread that writes checkpoints and final buffers, so that the syncer's loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from .final_buffers import Received, check
 from .global_model import Snapshot
 
 RETRY_SECONDS = 5.0
-"""First pause after a failed write; it doubles with each failure in a row, up to RETRY_LIMIT_SECONDS."""
+"""Initial delay after a failed write; it doubles with each consecutive failure, up to RETRY_LIMIT_SECONDS."""
 RETRY_LIMIT_SECONDS = 60.0
 OUTCOMES_KEPT = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """What became of one write, for a log line and an event."""
+    """Result of one write, for a log line and an event."""
 
     t: int
     """Global step of the snapshot."""
     number: int
-    """Of the checkpoint; 0 = it failed."""
+    """Of the checkpoint; 0 = the write failed."""
     bytes: int
     seconds: float
     error: str
-    """'' = it is durable."""
+    """'' = the checkpoint is durable."""
     failed: int = 0
-    """Writes that had failed in a row before this one."""
+    """Consecutive failed writes before this one."""
     failing_seconds: float = 0.0
     """Since the first of those began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What became of one learner's final buffers."""
+    """Result of checking and writing one learner's final buffers."""
 
     received: Received
     moved: tuple[int, ...] = ()
     """Indices into the layout's static tensors."""
     static: bytes = b""
-    """The static part with those values."""
+    """All static tensors with those values."""
     refused: Malformed | None = None
     """Why they cannot be used."""
     error: str = ""
-    """'' = they are durable; else they can be used, and the disk does not have them."""
+    """'' = they are durable; otherwise they are valid, but not on disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +65,16 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes the latest snapshot it was given. A failure is counted, told and tried again; it never reaches the loop.
+    """Writes the latest submitted snapshot. A failure is counted, reported and retried; it is never raised in the loop.
 
-    Holds at most two snapshots: the one being written and the latest one that waits.
+    Holds at most two snapshots: the one being written and the latest pending one.
     """
 
     def __init__(self, checkpoints: Checkpoints, *, retry_seconds: float = RETRY_SECONDS) -> None:
         self.saved = 0
         self.failures = 0
         self.last_error = ""
-        """Of the latest write; '' if that one is durable."""
+        """Of the latest write; '' if it succeeded."""
         self.saved_at = saved_at(checkpoints.directory)
         """When the newest checkpoint was written, in unix seconds; None if there is none yet."""
         self._checkpoints = checkpoints
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._untried: _Job | None = None
-        """The latest job, until its first write has ended."""
+        """The latest job, until its first attempt has ended."""
         self._buffers: tuple[Plan, Received, bytes] | None = None
         self._stored: Stored | None = None
         self._not_before = 0.0
@@ -95,18 +95,18 @@ class CheckpointWriter:
 
     @property
     def healthy(self) -> bool:
-        """Whether the latest write succeeded (or none was tried yet)."""
+        """Whether the latest write succeeded (or none was attempted yet)."""
         return not self.last_error
 
     @property
     def settled(self) -> bool:
-        """The latest snapshot is durable, or was tried in vain (and is tried again)."""
+        """Whether the latest snapshot was attempted: it is durable, or it failed and is retried."""
         return self._untried is None
 
     def submit(self, snapshot: Snapshot, bookkeeping: Mapping[str, Any], *, t: int = 0) -> None:
-        """Write this as soon as the disk is free; a snapshot that still waits is dropped. Returns at once.
+        """Write this as soon as the disk is free; an older pending snapshot is dropped. Returns at once.
 
-        bookkeeping: what JSON can hold; copied, so that the caller may go on changing it.
+        bookkeeping: JSON data; copied, so that the caller may keep changing it.
         """
         job = _Job(snapshot=snapshot, bookkeeping=copy.deepcopy(bookkeeping), t=t)
         with self._changed:
@@ -115,31 +115,31 @@ class CheckpointWriter:
             self._changed.notify()
 
     def store_buffers(self, plan: Plan, received: Received, static: bytes) -> None:
-        """Check a learner's buffers, put them into a copy of `static` and onto the disk; see `stored`. Returns at once.
+        """Check a learner's buffers, put them into a copy of `static` and write them; see `stored`. Returns at once.
 
-        They are tried once: a disk that does not take them must not keep the end of the run waiting.
+        The write is attempted once: a failing disk must not delay the end of the run.
         """
         with self._changed:
             self._buffers = (plan, received, static)
             self._changed.notify()
 
     def stored(self) -> Stored | None:
-        """What became of the buffers given last, once."""
+        """The result of the latest `store_buffers`, returned once; None before."""
         with self._changed:
             stored, self._stored = self._stored, None
             return stored
 
     def outcomes(self) -> list[SaveOutcome]:
-        """What was written or failed since the last call, oldest first (the latest hundred)."""
+        """Results of writes since the last call, oldest first (at most OUTCOMES_KEPT)."""
         with self._changed:
             rows = list(self._outcomes)
             self._outcomes.clear()
         return rows
 
     def close(self, wait_seconds: float) -> bool:
-        """Write what still waits, once more if it had failed, and end. True if the last snapshot given is durable.
+        """Write what is pending, retry a failed write once, and end. True if the last submitted snapshot is durable.
 
-        False after `wait_seconds`: the write is then abandoned, which leaves the checkpoints before it as they are.
+        False after `wait_seconds`: the write is then abandoned, which leaves earlier checkpoints intact.
         """
         with self._changed:
             self._closing = True
@@ -152,7 +152,7 @@ class CheckpointWriter:
             pass
 
     def _write_next(self) -> bool:
-        """Wait for a job and do it; False when it is time to end. Holds no snapshot after it returned."""
+        """Wait for a job and run it; False when closing. Holds no reference to a snapshot afterwards."""
         job = self._next()
         if isinstance(job, _Job):
             self._write(job)
@@ -161,7 +161,7 @@ class CheckpointWriter:
         return job is not None
 
     def _next(self) -> _Job | tuple[Plan, Received, bytes] | None:
-        """The job to do now, when there is one; None when it is time to end."""
+        """Wait for the next job; None when closing."""
         with self._changed:
             while True:
                 if self._buffers is not None:
@@ -178,10 +178,10 @@ class CheckpointWriter:
     def _store(self, plan: Plan, received: Received, static: bytes) -> None:
         try:
             stored = self._checked_and_written(plan, received, static)
-        except Malformed as wrong:
-            stored = Stored(received=received, refused=wrong)
-        except Exception as wrong:  # noqa: BLE001 memory, say: the run ends with another learner's, or without
-            refused = Malformed("unusable", f"{type(wrong).__name__}: {wrong}")
+        except Malformed as failure:
+            stored = Stored(received=received, refused=failure)
+        except Exception as failure:  # noqa: BLE001 for example MemoryError: another learner's buffers may be used
+            refused = Malformed("unusable", f"{type(failure).__name__}: {failure}")
             stored = Stored(received=received, refused=refused)
         with self._changed:
             self._stored = stored
@@ -191,8 +191,8 @@ class CheckpointWriter:
         whole = replaced(plan.layout, static, moved)
         try:
             self._checkpoints.write_buffers(plan.layout, received.last.name, moved)
-        except Exception as wrong:  # noqa: BLE001 the model has them all the same
-            error = f"{type(wrong).__name__}: {wrong}"
+        except Exception as failure:  # noqa: BLE001 the model uses them in any case
+            error = f"{type(failure).__name__}: {failure}"
         return Stored(received=received, moved=tuple(sorted(moved)), static=whole, error=error)
 
     def _write(self, job: _Job) -> None:
@@ -201,8 +201,8 @@ class CheckpointWriter:
         error = ""
         try:
             number, size = self._checkpoints.save(job.snapshot, job.bookkeeping)
-        except Exception as wrong:  # noqa: BLE001 whatever it is, training goes on and people are told
-            error = f"{type(wrong).__name__}: {wrong}"
+        except Exception as failure:  # noqa: BLE001 training continues, and the failure is reported
+            error = f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - began
         with self._changed:
             failed = self._failures_in_a_row

@@ -1,10 +1,10 @@
-"""The global model as the syncer holds it: public Theta, residual e, outer momentum, versions.
+"""The syncer's global model: public Theta, residual e (error feedback), outer momentum, versions.
 
-Theta is what everybody can reconstruct. The outer step starts from Theta + e, its result is encoded for the way down,
-Theta moves by exactly what the receivers decode, and what the code could not carry becomes the new e.
+Theta is what every learner can reconstruct. The outer step starts from Theta + e, its result is encoded for the
+learners, Theta moves by exactly what they decode, and the quantization error becomes the new e.
 
-Tensors are never written again once they stand here: a merge puts new ones in their place. So a snapshot is a list of
-references, and payloads and keyframes can be sent without a copy while the next merge runs.
+Tensors are never modified: a merge replaces them. So a snapshot is a list of references, and payloads and keyframes can
+be sent without a copy while the next merge runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .outer_optimizer import outer_step
 
 @dataclass(frozen=True, kw_only=True)
 class MergeResult:
-    """One merge as it goes out. The payload is read-only and its bytes stay what they are for ever."""
+    """One merge, ready to be sent. The payload is read-only and never changes."""
 
     version: int
     base_version: int
@@ -41,7 +41,7 @@ class MergeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticOrigin:
-    """Where the static values come from that are not version 0's."""
+    """Origin of static tensors that differ from version 0."""
 
     learner: str
     names: tuple[str, ...]
@@ -50,32 +50,32 @@ class StaticOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The global model at one moment, as references to tensors that nobody writes again."""
+    """The global model at one moment, as references to tensors that are never modified."""
 
     run: str
     plan_digest: str
     versions: tuple[int, ...]
     public: tuple[Tensor, ...]
-    """One flat f32 vector a fragment, [fragment.length]; the same for residual and momentum."""
+    """One flat f32 vector per fragment, [fragment.length]; the same for residual and momentum."""
     residual: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...] | None
 
 
 class GlobalModel:
-    """The global model, fragment by fragment. One thread calls; what it hands out may be read by any other."""
+    """The global model, fragment by fragment. Used by one thread; its results may be read by any thread."""
 
     def __init__(self, plan: Plan, settings: RunSettings, snapshot: Snapshot, static: bytes) -> None:
-        """Take over the snapshot's tensors; nobody may write them from now on. SettingError if the plan differs."""
+        """Take over the snapshot's tensors, which must not be modified afterwards. SettingError if the plan differs."""
         if (snapshot.run, snapshot.plan_digest) != (settings.run, plan.digest):
             raise SettingError(
                 f"this global state belongs to run {snapshot.run!r} with another model or another number of fragments; "
-                "resume with the settings that the run began with, or begin a new run in another directory"
+                "resume with the run's original settings, or start a new run in another directory"
             )
         self.plan = plan
         self.settings = settings
         self.static = static
         self.static_origin: StaticOrigin | None = None
-        """None: they are version 0's."""
+        """None: they are those of version 0."""
         self.versions = list(snapshot.versions)
         self.public = list(snapshot.public)
         self.residual = list(snapshot.residual)
@@ -91,7 +91,7 @@ class GlobalModel:
     def from_version_zero(
         cls, plan: Plan, settings: RunSettings, vectors: Sequence[Tensor], static: bytes | memoryview
     ) -> GlobalModel:
-        """Version 0 of every fragment from flat f32 vectors [fragment.length], copied. Malformed if they misfit."""
+        """Version 0 from flat f32 vectors [fragment.length], copied. Malformed if they do not match the plan."""
         check_model(plan, vectors, static)
         public = tuple(vector.clone() for vector in vectors)
         snapshot = Snapshot(
@@ -105,10 +105,10 @@ class GlobalModel:
         return cls(plan, settings, snapshot, bytes(static))
 
     def anchor(self, fragment: int, base_version: int) -> Tensor | None:
-        """What a learner at `base_version` measures from: Theta cast through the parameters' dtypes, flat f32.
+        """The base of a learner's delta at `base_version`: Theta cast through the parameters' dtypes, flat f32.
 
-        None unless codec_up is f32: only then learners send theta itself and the difference is formed here.
-        Malformed where that version is no longer, or not yet, here.
+        None unless codec_up is f32: only then learners send theta itself, and the difference is computed here.
+        Malformed if that version is not available (any more, or yet).
         """
         if self.settings.codec_up != "f32":
             return None
@@ -118,20 +118,20 @@ class GlobalModel:
         return cast_through(self.plan.fragments[fragment], public)
 
     def decode(self, fragment: int, codec: str, payload: bytes | memoryview, base_version: int) -> Tensor:
-        """The outer gradient anchor - theta in a Delta's payload, flat [fragment.length]: f64 from f32, else f32.
+        """The outer gradient (anchor - theta) of a Delta's payload, flat [fragment.length]: f64 from f32, else f32.
 
-        Malformed for another codec than the run's, another size, an unknown base version, a non-finite value.
+        Malformed for a wrong codec, a wrong size, an unknown base version or a non-finite value.
         """
         if codec != self.settings.codec_up:
-            raise Malformed("codec", f"{codec} where the run's is {self.settings.codec_up}")
+            raise Malformed("codec", f"{codec}, but the run uses {self.settings.codec_up}")
         anchor = self.anchor(fragment, base_version)
         return decode_delta(codec, self.public[fragment] if anchor is None else anchor, payload)
 
     def merge(self, fragment: int, deltas: Sequence[Tensor], weights: Sequence[float]) -> MergeResult:
-        """Merge outer gradients (sorted by contributor), take the outer step, make the next version.
+        """Merge outer gradients (sorted by contributor), take the outer step, publish the next version
+        (arXiv 2604.21428, section 3).
 
-        Malformed if anything non-finite comes out, also after the cast to the parameters' dtypes; then the state is
-        as it was before.
+        Malformed, with the state unchanged, if the result is not finite, also after the cast to the parameters' dtypes.
         """
         part, settings = self.plan.fragments[fragment], self.settings
         delta = merge_deltas(part, deltas, weights)
@@ -158,11 +158,11 @@ class GlobalModel:
         return merged
 
     def last_update(self, fragment: int) -> MergeResult | None:
-        """The merge that made the current version; None if it came from version 0, a checkpoint or the finish."""
+        """The merge that made the current version; None after version 0, a checkpoint or `finalize`."""
         return self._updates[fragment]
 
     def keyframe(self, fragment: int) -> tuple[int, memoryview, str]:
-        """Version, raw f32 bytes and their sha256 (hex); fragment P is the static part, under version 0."""
+        """Version, raw f32 bytes and their sha256 (hex); fragment P are the static tensors, with version 0."""
         if fragment == self.plan.static_index:
             return 0, memoryview(self.static), hashlib.sha256(self.static).hexdigest()
         if not self._digests[fragment]:
@@ -170,7 +170,7 @@ class GlobalModel:
         return self.versions[fragment], readable(self.public[fragment]), self._digests[fragment]
 
     def finalize(self) -> None:
-        """The final version of every fragment: Theta + e, rounded to f32, with nothing left over."""
+        """Publish the final version of every fragment: Theta + e, rounded to f32, with zero residual."""
         for fragment in range(self.plan.P):
             public = self.public[fragment] + self.residual[fragment]
             self.residual[fragment] = torch.zeros_like(public)
@@ -178,7 +178,7 @@ class GlobalModel:
             self._updates[fragment] = None
 
     def take_static(self, learner: str, moved: Iterable[int], static: bytes) -> None:
-        """The static part with values that a learner's training has changed, by index into the layout's tensors."""
+        """Replace the static tensors by values of a learner whose training changed `moved` (indices in the layout)."""
         self.static = static
         names = tuple(self.plan.layout.static[index].name for index in sorted(moved))
         self.static_origin = StaticOrigin(learner=learner, names=names)
@@ -188,9 +188,9 @@ class GlobalModel:
         return model_hash(self.public)
 
     def renumber(self, versions: Sequence[int]) -> None:
-        """Go on counting from `versions`, after a resume: above everything that was ever seen. Contents stay.
+        """Continue from `versions` after a resume, above every version ever published. Contents stay.
 
-        ValueError if that would count backwards.
+        ValueError if a version would decrease.
         """
         if len(versions) != self.plan.P or any(new < old for new, old in zip(versions, self.versions, strict=True)):
             raise ValueError(f"versions cannot go from {self.versions} to {list(versions)}")
@@ -198,7 +198,7 @@ class GlobalModel:
         self._begin_numbering()
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now. Costs nothing: merges replace tensors, they do not write into them."""
+        """The current state. Copies nothing: merges replace tensors, they do not modify them."""
         return Snapshot(
             run=self.settings.run,
             plan_digest=self.plan.digest,
@@ -209,7 +209,7 @@ class GlobalModel:
         )
 
     def _begin_numbering(self) -> None:
-        """Forget updates and anchors of other versions than the current ones."""
+        """Drop updates and anchors of all but the current versions."""
         keep = self.settings.codec_up == "f32"
         self._updates = [None] * self.plan.P
         self._digests = [""] * self.plan.P
@@ -226,9 +226,8 @@ class GlobalModel:
 
 
 def check_model(plan: Plan, vectors: Sequence[Tensor], static: bytes | memoryview) -> None:
-    """Malformed unless `vectors` are the plan's flat f32 vectors, finite, zero in the holes, and `static` has its size.
-
-    Finite also after the cast to the parameters' own dtypes.
+    """Malformed unless `vectors` are the plan's flat f32 vectors, finite (also after the cast to the parameters' own
+    dtypes) and zero between tensors, and `static` has the layout's size.
     """
     if len(vectors) != plan.P or len(static) != plan.layout.static_bytes:
         raise Malformed("size", f"{len(vectors)} of {plan.P} fragments, {len(static)} static bytes")
@@ -243,9 +242,9 @@ def check_model(plan: Plan, vectors: Sequence[Tensor], static: bytes | memoryvie
 
 
 def cast_through(fragment: Fragment, public: Tensor) -> Tensor:
-    """Flat f32 [fragment.length] as the parameters hold it: each tensor rounded to its own dtype, in f32 again.
+    """Flat f32 [fragment.length], each tensor rounded to its parameter's dtype and back to f32.
 
-    `public` itself where every tensor is f32.
+    `public` itself if every tensor is f32.
     """
     if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
         return public
@@ -258,7 +257,7 @@ def cast_through(fragment: Fragment, public: Tensor) -> Tensor:
 
 def _check_finite(*tensors: Tensor) -> None:
     for tensor in tensors:
-        low, high = torch.aminmax(tensor)  # NaN wins in both; much faster than isfinite().all()
+        low, high = torch.aminmax(tensor)  # both are NaN if any value is; much faster than isfinite().all()
         if not (low > -torch.inf and high < torch.inf):
             raise Malformed("nonfinite", "a parameter, a residual or a momentum")
 

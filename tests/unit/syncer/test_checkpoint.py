@@ -207,7 +207,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
         assert same(newest.snapshot, saved[1])
         (warning,) = newest.warnings
         assert "checkpoint-000000000002" in warning
-        assert "checkpoint 1 is taken" in warning
+        assert "checkpoint 1 is used" in warning
     assert folders_of(checkpoints) == ["checkpoint-000000000001", "damaged-000000000002", "version-0"]
     assert checkpoints.save(saved[2], {})[0] == 3
     assert checkpoints.save(saved[2], {})[0] == 4

@@ -173,4 +173,4 @@ def test_buffers_outlive_the_syncer_and_damaged_ones_are_told_of(tmp_path: Path)
     restored = Checkpoints(tmp_path).restore(settings())
     assert restored is not None
     assert restored.state.static == STATIC
-    assert "version 0's are taken instead" in restored.warnings[0]
+    assert "those of version 0 are used instead" in restored.warnings[0]
