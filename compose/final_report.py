@@ -67,11 +67,11 @@ def show_summary(told: Mapping[str, Any], console: PlainConsole) -> None:
 
 def show_unconfirmed(folder: RunFolder, console: PlainConsole) -> None:
     """Which learners did not say that they hold the final model, if any, and why."""
-    from ..syncer.final_confirmations import named
+    from ..syncer.final_confirmations import describe_missing
 
     missing = folder.summary().get("unconfirmed")
     if isinstance(missing, dict) and missing:
-        console.print(f"not confirmed that they hold the final model: {named(missing)}", soft_wrap=True)
+        console.print(f"not confirmed that they hold the final model: {describe_missing(missing)}", soft_wrap=True)
 
 
 def show_results(folder: RunFolder, console: PlainConsole) -> None:
