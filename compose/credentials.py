@@ -1,10 +1,10 @@
-"""`diloco keys init`: all that the containers of compose.yaml trust one another by, made once and then left alone.
+"""Credentials of the containers of compose.yaml (`diloco keys init`): keys and the Redis password, created once.
 
-Each folder is a volume of its own, so that a container sees what it needs and nothing else:
+Each folder is a separate volume, so that a container sees only what it needs:
 
-    DIR/broker/               what the broker knows of keys, and its own pair
-    DIR/ROLE/key              the client's key of each role; learners and observers may be called NAME-* as well
-    DIR/redis/                password, redis.conf with it, and `cli`: redis-cli that knows it
+    DIR/broker/               the broker's key pair and the grants of its clients
+    DIR/ROLE/key              one client key per role; its holder may be called ROLE or ROLE-*
+    DIR/redis/                password, redis.conf with it, and `cli`: redis-cli with the password
     DIR/redis-client/         password, for the syncer
 """
 
@@ -29,99 +29,99 @@ save 60 1
 """
 REDIS_CLI = """\
 #!/bin/sh
-# redis-cli with this store's password, which neither the command line nor the environment of the container shows.
+# redis-cli with the server's password, which is neither in its arguments nor in the container's environment.
 REDISCLI_AUTH="$(cat /keys/redis/password)" exec redis-cli "$@"
 """
 
 
 def init(directory: Path, run: str) -> list[str]:
-    """Make what is missing for `run` under `directory`; the names of what was made. SettingError if it cannot be."""
+    """Create what is missing for `run` under `directory` and return its names. SettingError if that fails."""
     try:
-        _forget_grants_of_a_lost_pair(directory / "broker")
-        made = [f"{role}/key" for role in ROLES if _client_key(directory, role, run)]
-        if _passwords(directory):
-            made.append("redis/password")
+        _remove_grants_of_lost_pair(directory / "broker")
+        created = [f"{role}/key" for role in ROLES if _ensure_client_key(directory, role, run)]
+        if _ensure_password(directory):
+            created.append("redis/password")
         password = (directory / "redis" / "password").read_text(encoding="ascii").strip()
         _write(directory / "redis" / "redis.conf", REDIS_CONF.format(password=password), 0o600)
         _write(directory / "redis" / "cli", REDIS_CLI, 0o700)
-    except (OSError, UnicodeError) as wrong:
-        raise SettingError(f"keys and passwords cannot be kept under {directory}: {wrong}") from None
-    return made
+    except (OSError, UnicodeError) as error:
+        raise SettingError(f"keys and passwords cannot be stored under {directory}: {error}") from None
+    return created
 
 
-def _forget_grants_of_a_lost_pair(ring: Path) -> None:
-    """Clients know a broker by its pair: without it, all keys made so far are dead, and so are their names."""
+def _remove_grants_of_lost_pair(ring: Path) -> None:
+    """Without the broker's key pair all client keys are useless, since each names its public key; remove the grants."""
     pair = ring / "broker.key"
-    if pair.exists() and not _holds_a_pair(ring):
+    if pair.exists() and not _has_valid_pair(ring):
         pair.unlink()
     if not pair.exists():
         for path in ring.glob("grants/*.json"):
             path.unlink()
 
 
-def _holds_a_pair(ring: Path) -> bool:
-    """Whether the broker's pair is whole; SettingError if nobody can tell."""
+def _has_valid_pair(ring: Path) -> bool:
+    """Whether the broker's key pair is complete; SettingError if it cannot be read."""
     try:
         KeyRing(ring)
-    except SettingError as wrong:
-        if wrong.__cause__ is not None:
+    except SettingError as error:
+        if error.__cause__ is not None:
             raise
         return False
     return True
 
 
-def _client_key(directory: Path, role: Role, run: str) -> bool:
-    """Is there a key of `role` now that was not there before? One of another run, or half a one, gives way."""
+def _ensure_client_key(directory: Path, role: Role, run: str) -> bool:
+    """Create the key of `role` if it is missing, incomplete or another run's; whether it was created."""
     ring, path = directory / "broker", directory / role / "key"
     if path.exists() and (ring / "broker.key").exists():
-        key, known = _whole(path), KeyRing(ring)
+        key, known = _load_key(path), KeyRing(ring)
         if (
             key is not None
             and (key.run, key.role, key.broker) == (run, role, known.public)
             and known.grant_of(key.public) == key.grant
         ):
             return False
-    if _granted(ring, role, run):
-        revoke(ring, role=role, run=run, name=role)  # its file was lost, or the volume was changed for another run's
+    if _has_grant(ring, role, run):
+        revoke(ring, role=role, run=run, name=role)  # its file is lost, or the volume held another run's keys meanwhile
     key = new_key(ring, role=role, run=run, name=role)
     path.unlink(missing_ok=True)
     key.save(path)
     return True
 
 
-def _whole(path: Path) -> Key | None:
-    """The key in the file; None if what stands there is none. SettingError if it cannot be read."""
+def _load_key(path: Path) -> Key | None:
+    """The key in the file; None if it holds no valid key. SettingError if it cannot be read."""
     try:
         return Key.load(path)
-    except SettingError as wrong:
-        if wrong.__cause__ is not None:
+    except SettingError as error:
+        if error.__cause__ is not None:
             raise
         return None
 
 
-def _granted(ring: Path, role: Role, run: str) -> bool:
-    known = KeyRing(ring).grants if (ring / "broker.key").exists() else []
-    return any((grant.run, grant.role, grant.name) == (run, role, role) for grant in known)
+def _has_grant(ring: Path, role: Role, run: str) -> bool:
+    grants = KeyRing(ring).grants if (ring / "broker.key").exists() else []
+    return any((grant.run, grant.role, grant.name) == (run, role, role) for grant in grants)
 
 
-def _passwords(directory: Path) -> bool:
-    """The store's password and the syncer's copy of it agree after this; True if it had to be made."""
+def _ensure_password(directory: Path) -> bool:
+    """Create the Redis password if it is missing, and copy it for the syncer; whether it was created."""
     password, copy = directory / "redis" / "password", directory / "redis-client" / "password"
-    made = not password.exists() or not password.read_bytes().strip()
-    if made:
+    is_missing = not password.exists() or not password.read_bytes().strip()
+    if is_missing:
         _write(password, secrets.token_urlsafe(32), 0o600)
     if not copy.exists() or copy.read_bytes() != password.read_bytes():
         _write(copy, password.read_text(encoding="ascii"), 0o600)
-    return made
+    return is_missing
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """The file `path`: the old one or the new one, never half of one, and never readable by others meanwhile."""
+    """Replace the file atomically; its content is never readable by other users."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)

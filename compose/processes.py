@@ -1,8 +1,8 @@
-"""Processes that are kept alive: started, watched, started again with back-off, and ended in order.
+"""Child processes: started, monitored, restarted with exponential back-off, and stopped.
 
-Each child leads a session of its own, so that Ctrl-C in a terminal reaches its parent only, and dies with its parent
-(`die_with`, called in the child: the kernel's promise belongs to the thread that started it, so children are started
-from the main thread).
+Each child leads its own session, so that Ctrl-C in a terminal reaches only the parent, and is killed with its parent
+(`die_with`, called in the child). For Linux the parent is the thread that started the child: start children from the
+main thread.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..common.system_limits import limit_of
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
-SETTLED_SECONDS = 60.0
-"""A child that lived so long starts again with the first delay."""
-START_SECONDS = 15.0
-"""A child that ends by itself sooner than this never really started."""
-LOOK_SECONDS = 0.02
-CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS,
+_SETTLED_SECONDS = 60.0
+"""A child that ran this long is restarted after the first delay."""
+_START_SECONDS = 15.0
+"""A child that exits by itself sooner counts as a false start."""
+_POLL_SECONDS = 0.02
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGSYS,
                      signal.SIGTRAP, signal.SIGXCPU, signal.SIGXFSZ})  # fmt: skip
-"""Signals that are a program's own fault; the others are sent from outside."""
+"""Signals caused by the program itself; others are sent by other processes."""
 
 
 class Process(Protocol):
-    """What is needed of a started process; `subprocess.Popen` has it."""
+    """A started process, such as a `subprocess.Popen`."""
 
     pid: int
 
@@ -48,14 +48,14 @@ Launch = Callable[[], Process]
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """A child that ended although nobody asked it to."""
+    """Unrequested exit of a child."""
 
     name: str
     code: int
-    """As the shell's, but -N for signal N. 1 if it could not be started at all."""
-    lives: int
-    """How often it had been started, this time included."""
-    lived_seconds: float
+    """Exit code, or -N if killed by signal N, or 1 if it could not be started."""
+    starts: int
+    """How often it has been started."""
+    ran_seconds: float
     reason: str = ""
     """Why it could not be started."""
 
@@ -68,20 +68,20 @@ class Exit:
 
 
 class Child:
-    """One process and its back-off. `launch` starts it and returns at once, or raises DilocoError or OSError.
+    """A process and its restart back-off. `launch` starts it without waiting, or raises DilocoError or OSError.
 
-    began: whether it has begun its work since it was started last, where that can be known. Until then even a kill from
-    outside is a false start, since the system kills what wants more memory than there is.
+    is_working: whether it has begun its work since its last start, if that can be known. Until then even a kill by
+    another process counts as a false start, since the system kills a process for which memory does not suffice.
     """
 
-    def __init__(self, name: str, launch: Launch, began: Callable[[], bool] | None = None) -> None:
+    def __init__(self, name: str, launch: Launch, is_working: Callable[[], bool] | None = None) -> None:
         self.name = name
         self.process: Process | None = None
-        self.lives = 0
+        self.starts = 0
         self.false_starts = 0
-        """Ends by itself within START_SECONDS, or before it began, in a row."""
-        self.due_at: float | None = None
-        self._launch, self._began = launch, began
+        """Consecutive exits by itself within `_START_SECONDS`, or before it began its work."""
+        self.restart_at: float | None = None
+        self._launch, self._is_working = launch, is_working
         self._launched_at = 0.0
         self._delay = FIRST_DELAY_SECONDS
 
@@ -90,101 +90,99 @@ class Child:
         return self.process.pid if self.process is not None else None
 
     def start(self, now: float) -> None:
-        self.due_at, self._launched_at = None, now
-        self.lives += 1
+        self.restart_at, self._launched_at = None, now
+        self.starts += 1
         self.process = self._launch()
 
-    def revive(self, now: float) -> Exit | None:
-        """Start it again; the Exit if that failed, with the next try later."""
+    def restart(self, now: float) -> Exit | None:
+        """Start it again; returns an Exit if that failed, and schedules another try."""
         try:
             self.start(now)
-        except (DilocoError, OSError) as wrong:
-            return self._ended(1, now, str(wrong))
+        except (DilocoError, OSError) as error:
+            return self._exited(1, now, str(error))
         return None
 
-    def look(self, now: float) -> Exit | None:
-        """Has it ended? Then the Exit, and `due_at` says when it is to be started again (exit code 0: only
-        after `start_later`).
-        """
+    def poll(self, now: float) -> Exit | None:
+        """Return its Exit if it has exited, and schedule a restart (after exit code 0 only `schedule_restart` does)."""
         code = None if self.process is None else self.process.poll()
-        return None if code is None else self._ended(code, now)
+        return None if code is None else self._exited(code, now)
 
-    def _ended(self, code: int, now: float, reason: str = "") -> Exit:
+    def _exited(self, code: int, now: float, reason: str = "") -> Exit:
         self.process = None
-        lived = now - self._launched_at
-        if lived >= SETTLED_SECONDS:
+        ran_seconds = now - self._launched_at
+        if ran_seconds >= _SETTLED_SECONDS:
             self._delay = FIRST_DELAY_SECONDS
-        self.false_starts = self.false_starts + 1 if self._is_false_start(code, lived) else 0
+        self.false_starts = self.false_starts + 1 if self._is_false_start(code, ran_seconds) else 0
         if code != 0:
-            self.start_later(now)
-        return Exit(name=self.name, code=code, lives=self.lives, lived_seconds=lived, reason=reason)
+            self.schedule_restart(now)
+        return Exit(name=self.name, code=code, starts=self.starts, ran_seconds=ran_seconds, reason=reason)
 
-    def start_later(self, now: float) -> None:
-        """Have it started again after a delay that doubles each time, until it has lived SETTLED_SECONDS."""
-        self.due_at = now + self._delay
+    def schedule_restart(self, now: float) -> None:
+        """Schedule a restart after a delay that doubles each time, until the child has run for `_SETTLED_SECONDS`."""
+        self.restart_at = now + self._delay
         self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
 
-    def _is_false_start(self, code: int, lived_seconds: float) -> bool:
-        by_itself = code > 0 or -code in CRASHES
-        if by_itself and lived_seconds < START_SECONDS:
+    def _is_false_start(self, code: int, ran_seconds: float) -> bool:
+        by_itself = code > 0 or -code in _CRASHES
+        if by_itself and ran_seconds < _START_SECONDS:
             return True
-        return code != 0 and self._began is not None and not self._began()
+        return code != 0 and self._is_working is not None and not self._is_working()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the child and to what it started."""
+        """Send a signal to the child and its descendants."""
         if self.process is not None and self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, number)
             except ProcessLookupError:
-                return  # it ended between the two lines
+                return  # it exited after the check above
 
 
 class ChildProcesses:
-    """All children by name, in the order in which they were added."""
+    """All children by name, in the order of their first start."""
 
     def __init__(self) -> None:
         self.children: dict[str, Child] = {}
 
-    def add(self, name: str, launch: Launch, began: Callable[[], bool] | None = None) -> Child:
-        """Start a child and keep it alive from now on. What `launch` raises is raised."""
-        child = self.children[name] = Child(name, launch, began)
+    def add(self, name: str, launch: Launch, is_working: Callable[[], bool] | None = None) -> Child:
+        """Start a child, which `poll` restarts from now on. Raises what `launch` raises."""
+        child = self.children[name] = Child(name, launch, is_working)
         child.start(time.monotonic())
         return child
 
-    def look(self, now: float) -> list[Exit]:
-        """Who has ended since the last call; also starts again whoever is due."""
+    def poll(self, now: float) -> list[Exit]:
+        """Exits since the last call; also restarts the children whose restart is due."""
         exits = []
         for child in self.children.values():
-            due = child.due_at is not None and now >= child.due_at
-            found = child.revive(now) if due else child.look(now)
-            exits += [found] if found is not None else []
+            is_due = child.restart_at is not None and now >= child.restart_at
+            exited = child.restart(now) if is_due else child.poll(now)
+            exits += [exited] if exited is not None else []
         return exits
 
     def pids(self) -> dict[str, int]:
-        """Name -> process id of those that run now."""
+        """Name -> process id of each running child."""
         running = self.running(self.children)
         return {child.name: child.process.pid for child in running if child.process is not None}
 
     def running(self, names: Iterable[str]) -> list[Child]:
-        """Those of `names` that run now."""
+        """The running children among `names`."""
         children = [self.children[name] for name in names if name in self.children]
         return [child for child in children if child.process is not None and child.process.poll() is None]
 
-    def wait(self, names: Iterable[str], deadline: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all of `names` have ended, or the deadline or `hurry` comes; True if they have."""
+    def wait(self, names: Iterable[str], deadline: float, is_interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all of `names` have exited, the deadline passes or `is_interrupted`; whether all have exited."""
         names = list(names)
         while running := bool(self.running(names)):
-            if time.monotonic() >= deadline or hurry():
+            if time.monotonic() >= deadline or is_interrupted():
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return not running
 
     def stop(self, names: Iterable[str], deadline: float) -> list[str]:
-        """Ask them to end, wait, kill the rest; the names of those that had to be killed. None is started again."""
+        """Terminate children without restart, and kill those left at the deadline; returns the names of the killed."""
         names = list(names)
         for name in names:
             if name in self.children:
-                self.children[name].due_at = None
+                self.children[name].restart_at = None
         for child in self.running(names):
             child.signal(signal.SIGTERM)
         self.wait(names, deadline)
@@ -195,11 +193,11 @@ class ChildProcesses:
         return [child.name for child in killed]
 
     def kill(self) -> None:
-        """End all at once, and wait until they have."""
+        """Kill all children and wait until they have exited."""
         self.stop(self.children, deadline=0)
 
     def kill_now(self) -> None:
-        """End all at once without waiting; may be called from a signal handler."""
+        """Kill all children without waiting; may be called from a signal handler."""
         for child in self.children.values():
             child.signal(signal.SIGKILL)
 
@@ -207,11 +205,10 @@ class ChildProcesses:
 def spawn(
     command: list[str], stderr: Path, threads: int, more: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """A child in a session of its own; everything it prints is appended to the file `stderr`.
+    """Start a child in its own session; its output is appended to the file `stderr`.
 
-    `threads` bounds what numeric libraries take before anybody asks them; `more` is added to its environment,
-    which has no other option of ours: all that it needs is in `command`. LimitReached if the system gives
-    no more processes or files.
+    `threads` limits the threads of numeric libraries. `more` is added to its environment, which holds no other option
+    of `diloco`: all of them are in `command`. LimitReached if the system allows no more processes or files.
     """
     own = {"PYTHONFAULTHANDLER": "1", **_thread_limits(threads), **(more or {})}
     environment = without_options(os.environ) | own
@@ -220,10 +217,10 @@ def spawn(
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )
-    except OSError as wrong:
-        if not (reason := limit_of(wrong)):
+    except OSError as error:
+        if not (reason := limit_of(error)):
             raise
-        raise LimitReached(f"a process of the run cannot be started ({wrong.strerror}): {reason}") from wrong
+        raise LimitReached(f"a process of the run cannot be started ({error.strerror}): {reason}") from error
 
 
 def _thread_limits(threads: int) -> Mapping[str, str]:
@@ -231,16 +228,16 @@ def _thread_limits(threads: int) -> Mapping[str, str]:
 
 
 def die_with(parent: int) -> None:
-    """In a child: be killed as soon as the process `parent`, which started it, is gone."""
+    """Called in a child: have it killed as soon as its parent process, `parent`, is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it went before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os.kill(os.getpid(), signal.SIGKILL)
     else:
-        threading.Thread(target=_follow, args=(parent,), name="die-with-parent", daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent,), name="die-with-parent", daemon=True).start()
 
 
-def _follow(parent: int) -> None:
+def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)

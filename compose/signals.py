@@ -1,4 +1,4 @@
-"""The wish to stop: Ctrl-C, SIGTERM or a closed terminal. Once: in good order. Twice: at once."""
+"""Stop request: the first SIGINT, SIGTERM or SIGHUP asks for a graceful stop; the second kills the children."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from typing import Any, Self
 
 from ..common.signals import stop_signals
 
-AT_ONCE = 130
-"""Exit code after the second wish, as shells have it for Ctrl-C."""
+_INTERRUPTED = 130
+"""Exit code after the second signal, as in shells after Ctrl-C."""
 
 
 class StopRequest:
-    """While it is entered, signals only set the wish; the second one calls `at_once` and ends the process."""
+    """Handles stop signals inside its `with` block. The second signal calls `on_second` and ends the process."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.at_once: Callable[[], None] = lambda: None
-        self.last_words = ""
-        """What a person at a terminal reads after the second wish."""
+        self.on_second: Callable[[], None] = lambda: None
+        self.second_message = ""
+        """Printed to a terminal after the second signal."""
         self._before: dict[int, Any] = {}
 
     @property
-    def stop(self) -> bool:
+    def requested(self) -> bool:
         return self.count > 0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._heard) for number in stop_signals()}
+        self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.stop and number == signal.SIGHUP:  # a terminal that closes may send it twice; it is no second wish
+        if self.requested and number == signal.SIGHUP:  # a closing terminal may send it twice: no second request
             return
         self.count += 1
         if self.count > 1:
-            self.at_once()
+            self.on_second()
             if sys.stderr.isatty():
-                shown = f"\x1b[?25h\n{self.last_words}\n"  # the live display had hidden the cursor
+                shown = f"\x1b[?25h\n{self.second_message}\n"  # the live display has hidden the cursor
                 with suppress(OSError):
                     os.write(2, os.fsencode(shown))
-            os._exit(AT_ONCE)
+            os._exit(_INTERRUPTED)

@@ -1,4 +1,4 @@
-"""`diloco up`: one run on this machine, from the first check to the last figure. `up` is a table of contents."""
+"""`diloco up`: one run on this machine, from the preflight checks to the final report."""
 
 from __future__ import annotations
 
@@ -26,124 +26,131 @@ from .up_config import UpConfig
 
 log = get_logger("up")
 
-LOOK_SECONDS = 0.1
-SHOW_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_DISPLAY_SECONDS = 1.0
 
 
 def up(
-    config: UpConfig, settings: RunSettings, task: TaskSettings, told: Collection[str], logging: Mapping[str, Any]
+    config: UpConfig, settings: RunSettings, task: TaskSettings, explicit: Collection[str], logging: Mapping[str, Any]
 ) -> int:
-    """Prepare, start, keep alive until the run is finished or somebody wishes to stop, end, show; the exit code.
+    """Check and prepare the run, supervise its processes until it finishes or is stopped, and report; the exit code.
 
-    `told`: fields that stood on the command line.
+    `explicit`: the fields that were given on the command line or in the environment.
     """
     console = PlainConsole(stderr=config.as_json)
-    with StopRequest() as wish:
-        prepared = prepare(config, settings, task, told)
+    with StopRequest() as stop_request:
+        prepared = prepare(config, settings, task, explicit)
         with prepared.lock:
             _begin_log(prepared, logging)
-            house = Supervisor(prepared)
-            wish.at_once = house.family.kill_now
-            wish.last_words = f"ended at once; go on by: diloco up --resume {shlex.quote(house.folder.name)}"
+            supervisor = Supervisor(prepared)
+            stop_request.on_second = supervisor.processes.kill_now
+            stop_request.second_message = f"killed; {_how_to_continue(supervisor)}"
             try:
-                _serve(house, wish, console)
-            except DilocoError as wrong:
-                if not (isinstance(wrong, SettingError) and _forget_if_never_begun(house)):
-                    house.stop()
+                _serve(supervisor, stop_request, console)
+            except DilocoError as error:
+                if not (isinstance(error, SettingError) and _remove_if_never_started(supervisor)):
+                    supervisor.stop()
                 raise
             finally:
-                house.family.kill()
-            return _show(house, wish, console)
+                supervisor.processes.kill()
+            return _show(supervisor, stop_request, console)
 
 
 def _begin_log(prepared: Prepared, logging: Mapping[str, Any]) -> None:
     file = logging["log_file"] or prepared.folder.log("up")
     configure("up", json_file=file, level=logging["log_level"], terminal=False)
-    with suppress(FileNotFoundError):  # figures of an earlier part of the run must not pass for this one's
+    with suppress(FileNotFoundError):  # that of an earlier part of the run must not be taken for this one's
         (prepared.folder.path / "summary.json").unlink()
 
 
-def _serve(house: Supervisor, wish: StopRequest, console: PlainConsole) -> None:
-    """Start the house and keep it until the end; then let it end in order."""
-    if wish.stop:
+def _serve(supervisor: Supervisor, stop_request: StopRequest, console: PlainConsole) -> None:
+    """Start all processes, supervise them until the run finishes or is stopped, then stop them in order."""
+    if stop_request.requested:
         return
-    house.start()
-    _greet(house, console)
+    supervisor.start()
+    _print_start(supervisor, console)
     display = open_display(console)
     try:
-        _keep(house, wish, display)
-        if house.finished:
-            display.note("all steps are done; the final model is judged")
-            house.finish(hurry=lambda: wish.stop)
+        _supervise(supervisor, stop_request, display)
+        if supervisor.finished:
+            display.note("all steps are done; evaluating the final model")
+            supervisor.finish(is_interrupted=lambda: stop_request.requested)
         else:
-            display.note("stopping: the open round is finished and saved (Ctrl-C again ends at once)")
-            house.stop()
-            house.check_saved()
+            display.note("stopping: finishing the open round and saving (Ctrl-C again kills the run)")
+            supervisor.stop()
+            supervisor.check_saved()
     finally:
         display.close()
 
 
-def _greet(house: Supervisor, console: PlainConsole) -> None:
-    settings, folder = house.prepared.setup.settings, house.folder
-    port = house.redis.rpartition(":")[2].partition("/")[0]
-    say = [f"run {settings.run} in {folder.name}, broker {house.broker}"]
-    say += [f"  join it:      diloco learner --broker {house.broker}"]
-    if house.prepared.config.redis is None:
-        say += [f"  look inside:  redis-cli -p {port} HGETALL dd:{settings.run}:run"]
-    say += [f"  or:           diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
-    say += [f"  mind:         {sentence}" for sentence in (*settings.advice(), *store_advice(house.redis))]
-    for sentence in say:
-        console.print(sentence, soft_wrap=True)
-    log.info("run_started", run=settings.run, broker=house.broker, pids=house.family.pids())
+def _print_start(supervisor: Supervisor, console: PlainConsole) -> None:
+    settings, folder = supervisor.prepared.setup.settings, supervisor.folder
+    port = supervisor.redis.rpartition(":")[2].partition("/")[0]
+    lines = [f"run {settings.run} in {folder.name}, broker {supervisor.broker}"]
+    lines += [f"  join:         diloco learner --broker {supervisor.broker}"]
+    if supervisor.prepared.config.redis is None:
+        lines += [f"  inspect:      redis-cli -p {port} HGETALL dd:{settings.run}:run"]
+    lines += (
+        [f"  status:       diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
+    )
+    lines += [f"  note:         {sentence}" for sentence in (*settings.advice(), *store_advice(supervisor.redis))]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    log.info("run_started", run=settings.run, broker=supervisor.broker, pids=supervisor.processes.pids())
 
 
-def _keep(house: Supervisor, wish: StopRequest, display: Display) -> None:
-    """Until the run is finished or somebody wishes to stop: keep all alive, show how it goes."""
-    source = Source(house.prepared.setup.settings.run, house.redis, house.folder)
+def _supervise(supervisor: Supervisor, stop_request: StopRequest, display: Display) -> None:
+    """Restart processes and show progress until the run finishes or a stop is requested."""
+    source = Source(supervisor.prepared.setup.settings.run, supervisor.redis, supervisor.folder)
     now, shown_at = source.read(), 0.0
-    while not (house.finished or wish.stop):
-        for sentence in house.look(merged=bool(now.figures_so_far.get("merges"))):
+    while not (supervisor.finished or stop_request.requested):
+        for sentence in supervisor.check_processes(merged=bool(now.figures_so_far.get("merges"))):
             display.note(sentence)
-        if time.monotonic() - shown_at >= SHOW_SECONDS:
+        if time.monotonic() - shown_at >= _DISPLAY_SECONDS:
             now, shown_at = source.read(), time.monotonic()
             display.show(now)
-        time.sleep(LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def _forget_if_never_begun(house: Supervisor) -> bool:
-    """A folder made for a run that could not start goes again, so that the same command works once it is mended."""
-    never_begun = house.prepared.fresh and not (house.folder.path / "global" / "version-0").exists()
-    if never_begun:
-        house.family.kill()
-        shutil.rmtree(house.folder.path, ignore_errors=True)
-    return never_begun
+def _remove_if_never_started(supervisor: Supervisor) -> bool:
+    """Remove the folder of a new run that could not start, so that the same command works once the cause is fixed."""
+    never_started = supervisor.prepared.fresh and not (supervisor.folder.path / "global" / "version-0").exists()
+    if never_started:
+        supervisor.processes.kill()
+        shutil.rmtree(supervisor.folder.path, ignore_errors=True)
+    return never_started
 
 
-def _show(house: Supervisor, wish: StopRequest, console: PlainConsole) -> int:
-    """Tables, pictures and the model's own words after a finished run; how to go on after a stopped one."""
-    told = figures(house.folder)
-    if house.finished and not wish.stop:
-        if house.prepared.config.evaluator:
-            judge_final(house.folder, house.prepared.config.data)
-        show_results(house.folder, console)
-    elif house.finished:
-        console.print(f"finished; its results: diloco report {shlex.quote(house.folder.name)}", soft_wrap=True)
-    elif _forget_if_never_begun(house):
-        console.print("stopped before anything was trained; nothing is kept")
+def _show(supervisor: Supervisor, stop_request: StopRequest, console: PlainConsole) -> int:
+    """Print the results of a finished run, or how to continue a stopped one; the exit code."""
+    final = figures(supervisor.folder)
+    if supervisor.finished and not stop_request.requested:
+        if supervisor.prepared.config.evaluator:
+            judge_final(supervisor.folder, supervisor.prepared.config.data)
+        show_results(supervisor.folder, console)
+    elif supervisor.finished:
+        console.print(
+            f"finished; show its results with: diloco report {shlex.quote(supervisor.folder.name)}", soft_wrap=True
+        )
+    elif _remove_if_never_started(supervisor):
+        console.print("stopped before any training; its folder is removed")
     else:
-        how = f"go on by: diloco up --resume {shlex.quote(house.folder.name)}"
-        console.print(f"stopped at step {told['steps']}; {how}", soft_wrap=True)
-    if house.prepared.config.as_json:
-        _deliver(json_line(figures(house.folder) if house.finished else told), house.folder.name)
+        console.print(f"stopped at step {final['steps']}; {_how_to_continue(supervisor)}", soft_wrap=True)
+    if supervisor.prepared.config.as_json:
+        _deliver(json_line(figures(supervisor.folder) if supervisor.finished else final), supervisor.folder.name)
     return 0
 
 
+def _how_to_continue(supervisor: Supervisor) -> str:
+    return f"continue with: diloco up --resume {shlex.quote(supervisor.folder.name)}"
+
+
 def _deliver(line: str, name: str) -> None:
-    """Print the last line of `diloco up --json`; DilocoError if it does not arrive. The run is saved by now."""
+    """Print the JSON line of `diloco up --json`; DilocoError if that fails. The run has already been saved."""
     try:
         deliver(line + "\n")
-    except OSError as wrong:
+    except OSError as error:
         raise DilocoError(
-            f"standard output does not take the figures of {name}: {wrong.strerror}; the run is saved, and "
-            f"`diloco status {shlex.quote(name)} --json` shows them again"
-        ) from wrong
+            f"the figures of {name} could not be written to standard output: {error.strerror}; the run is saved, and "
+            f"`diloco status {shlex.quote(name)} --json` prints them again"
+        ) from error

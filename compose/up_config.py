@@ -1,4 +1,4 @@
-"""What `diloco up` is told about this machine, beside the run's own settings."""
+"""Options of `diloco up` for this machine, beside the settings of the run."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from ..common.errors import SettingError
 
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
-    """One `diloco up`: how many learners, with what, and where everything listens."""
+    """Configuration of one `diloco up`: learners, hardware, text, ports and output."""
 
     preset: PresetName = "decoupled"
-    """Settings that belong together; what is given beside it counts. streaming: waits for all learners and blends.
-    diloco: waits for all, and merges the whole model at once."""
+    """Set of settings; explicitly given options take precedence. decoupled: the defaults. streaming: a merge waits for
+    all learners. diloco: it waits for all learners, and merges the whole model at once."""
     learners: int = 2
-    """Learner processes on this machine. More may join from elsewhere."""
+    """Number of learner processes on this machine. More may join from other machines."""
     device: str = "cpu"
-    """Where learners compute: cpu, cuda, or cuda:N."""
+    """Device on which learners compute: cpu, cuda, or cuda:N."""
     threads: int = 0
-    """Threads of each learner. 0 = the cores shared out among the learners."""
+    """CPU threads per learner. 0 = the cores, divided among the learners."""
     eval_every: float = 15.0
-    """Seconds between two small evaluations of the global model."""
+    """Seconds between two evaluations of the global model on a part of the validation text."""
     evaluator: bool = True
-    """Run the evaluator: an observer that judges the global model on held-out text."""
+    """Run an evaluator, which computes the loss of the global model on validation text."""
     data: Path | None = None
-    """A text file or a folder of them to train on. Without it: Python's own standard library."""
+    """Text file, or folder of text files, to train on. Without it: the source of Python's standard library."""
     directory: Path | None = None
-    """The run's folder. Without it: runs/NAME."""
+    """Folder of the run. Without it: runs/NAME."""
     resume: Path | None = None
-    """Go on with this run (its folder or name), with its settings; --steps may be raised."""
+    """Continue this run, given by folder or name, with its own settings; only --steps may be raised."""
     redis: str | None = None
-    """URL of a Redis or Valkey to use, like redis://HOST:6379/0. Without it a store of its own is started."""
+    """URL of a running Redis or Valkey, such as redis://HOST:6379/0. Without it: one is started for this run."""
     redis_port: int = 0
-    """Port of the store that is started. 0 = a free one."""
+    """TCP port of the Redis that is started. 0 = a free one."""
     broker_port: int = 0
-    """First of the broker's four consecutive ports. 0 = 5550, or the next four that are free."""
+    """First of the broker's four consecutive TCP ports. 0 = 5550, or the next four free ones."""
     tape: bool = False
-    """Write an event tape into the run's folder, for `diloco replay`: every decision, and every step boundary."""
+    """Write an event tape (every decision and step boundary) to the run's folder, for `diloco replay`."""
     as_json: bool = False
-    """End standard output with one line of JSON: the run's figures. Progress goes to standard error."""
+    """Print only the run's figures, as one line of JSON, to standard output; progress goes to standard error."""
 
     def __post_init__(self) -> None:
         if self.learners < 1:
@@ -55,14 +55,14 @@ class UpConfig:
             if not 0 <= port <= last:
                 raise SettingError(f"--{name}-port must lie between 0 and {last}, not {port}")
         if self.redis is not None and self.redis_port:
-            raise SettingError("--redis uses a store that is there and --redis-port starts one: give only one of them")
+            raise SettingError("--redis uses a running server and --redis-port starts one: give only one of them")
         if self.resume is not None and self.preset != "decoupled":
-            raise SettingError("--resume goes on with the run's own settings; leave --preset out")
+            raise SettingError("--resume continues with the run's own settings; leave --preset out")
         if self.resume is not None and self.directory is not None:
-            raise SettingError("--resume names the run's folder already; leave --dir out")
+            raise SettingError("--resume already names the run's folder; leave --dir out")
 
     def check(self, settings: RunSettings) -> None:
-        """SettingError where these and the run's settings do not go together."""
+        """SettingError if this configuration and the run's settings contradict each other."""
         if settings.quorum > self.learners:
             raise SettingError(
                 f"--quorum {settings.quorum} is more than --learners {self.learners}: nothing would ever be merged; "
@@ -70,7 +70,7 @@ class UpConfig:
             )
 
     def remembered(self) -> dict[str, Any]:
-        """What settings.json keeps, so that --resume goes on alike: plain values."""
-        kept = ("learners", "device", "threads", "eval_every", "evaluator", "data", "tape")
-        rows = {name: value for name, value in asdict(self).items() if name in kept}
+        """Plain values for settings.json, with which --resume continues."""
+        stored = ("learners", "device", "threads", "eval_every", "evaluator", "data", "tape")
+        rows = {name: value for name, value in asdict(self).items() if name in stored}
         return rows | {"data": None if self.data is None else str(self.data.absolute())}

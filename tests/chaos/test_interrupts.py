@@ -30,7 +30,7 @@ def test_a_run_that_is_stopped_goes_on_later_with_the_same_versions_and_counts(t
         assert interrupt(house) == 0, house.said
         wait_until_gone(pids)
         first = house.check_figures()
-    assert "go on by: diloco up --resume runs/it" in house.said
+    assert "continue with: diloco up --resume runs/it" in house.said
     assert house.folder.summary()["state"] == "stopped"
     assert not house.events("up", "processes_killed"), "all could end by themselves"
     versions: dict[int, int] = {}

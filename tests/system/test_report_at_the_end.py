@@ -103,7 +103,7 @@ def test_an_evaluator_that_is_stopped_reports_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_never_tells_of_the_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator_report, "SUMMARY_SECONDS", 0.3)
+    monkeypatch.setattr(evaluator_report, "_SUMMARY_SECONDS", 0.3)
     folder = RunFolder.create(tmp_path / "it", Setup(settings=RunSettings(steps=20), task=TaskSettings()))
     write_json(folder.path / "summary.json", {"state": "finished", "t": 10})  # the end that it had before
     monkeypatch.setattr(

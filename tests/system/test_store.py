@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         store = EmbeddedStore(tmp_path, port=port)
-        with pytest.raises(SettingError, match=f"127.0.0.1:{port} .the port is in use"):
+        with pytest.raises(SettingError, match=f"127.0.0.1:{port} .the port is taken"):
             store.start()
     assert not store.running
 

@@ -148,8 +148,8 @@ def test_an_error_that_cannot_be_said_keeps_its_exit_code(tmp_path: Path) -> Non
 def test_the_figures_of_a_run_that_do_not_arrive_are_an_error_once_all_is_saved(tmp_path: Path) -> None:
     code = (
         "import sys; from decoupled_diloco.common.output import protect; protect()\n"
-        "from decoupled_diloco.cli.commands import run_command; import decoupled_diloco.compose.up as local\n"
-        "local.up = lambda *_: local._deliver('{}', 'runs/it') or 0\n"
+        "from decoupled_diloco.cli.commands import run_command; import decoupled_diloco.compose.up as module\n"
+        "module.up = lambda *_: module._deliver('{}', 'runs/it') or 0\n"
         "sys.exit(run_command(['up', '--json']))\n"
     )
     for kind in ("pipe", "disk"):
@@ -157,8 +157,8 @@ def test_the_figures_of_a_run_that_do_not_arrive_are_an_error_once_all_is_saved(
             done = run(tmp_path, ["-c", code], out=nowhere)
         assert done.returncode == 1
         assert done.stderr.decode() == (
-            f"diloco: standard output does not take the figures of runs/it: {REASONS[kind]}; the run is saved, and "
-            "`diloco status runs/it --json` shows them again\n"
+            f"diloco: the figures of runs/it could not be written to standard output: {REASONS[kind]}; "
+            "the run is saved, and `diloco status runs/it --json` prints them again\n"
         )
 
 
@@ -182,23 +182,23 @@ def test_a_program_that_joins_a_run_keeps_its_exit_code_when_its_log_lines_have_
     assert b" learner joined" in run(tmp_path, ["-c", code]).stderr
 
 
-def test_a_program_started_by_nohup_takes_no_closed_terminal_for_a_wish_to_stop(tmp_path: Path) -> None:
+def test_under_nohup_a_closed_terminal_is_no_stop_request(tmp_path: Path) -> None:
     code = (
         "import os, signal; from decoupled_diloco.compose.signals import StopRequest\n"
         "signal.signal(signal.SIGHUP, signal.{before})\n"
-        "with StopRequest() as wish:\n"
-        "    os.kill(os.getpid(), signal.SIGHUP); print(wish.stop)\n"
+        "with StopRequest() as request:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP); print(request.requested)\n"
     )
-    for before, wished in ((signal.SIG_IGN, b"False\n"), (signal.SIG_DFL, b"True\n")):
-        assert run(tmp_path, ["-c", code.replace("{before}", before.name)]).stdout == wished
+    for before, requested in ((signal.SIG_IGN, b"False\n"), (signal.SIG_DFL, b"True\n")):
+        assert run(tmp_path, ["-c", code.replace("{before}", before.name)]).stdout == requested
 
 
-def test_a_terminal_that_closes_is_one_wish_to_stop_however_often_it_signals(tmp_path: Path) -> None:
+def test_a_closing_terminal_is_one_stop_request_even_if_it_signals_twice(tmp_path: Path) -> None:
     up = (
         "import os, signal; from decoupled_diloco.compose.signals import StopRequest\n"
-        "with StopRequest() as wish:\n"
+        "with StopRequest() as request:\n"
         "    for number in ({first}, signal.SIGHUP, signal.SIGHUP): os.kill(os.getpid(), number)\n"
-        "    print(wish.stop, wish.count)\n"
+        "    print(request.requested, request.count)\n"
     )
     for first in ("signal.SIGHUP", "signal.SIGINT"):
         assert run(tmp_path, ["-c", up.replace("{first}", first)]).stdout == b"True 1\n"

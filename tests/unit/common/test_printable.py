@@ -353,7 +353,7 @@ def test_what_the_registry_writes_is_printable(tmp_path: Path) -> None:
 
 # --- nothing beside it -----------------------------------------------------------------------------------------------
 OUTPUTS = {"common/output.py", "common/log.py", "monitor/console.py"}
-EXCEPT = {"cli/keys_command.py:_print", "compose/signals.py:_heard"}
+EXCEPT = {"cli/keys_command.py:_print", "compose/signals.py:_on_signal"}
 """Key files, which are ASCII and must be written whole; a handler of signals."""
 FORBIDDEN = {"print", "click.echo", "click.secho", "Console", "os.write", "Text", "unescaped"}
 

@@ -1,4 +1,4 @@
-"""`diloco keys init`: made once, left alone afterwards, mended where a piece was lost."""
+"""`diloco keys init` creates credentials once, keeps them afterwards and replaces lost parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_each_role_gets_a_key_that_the_broker_knows(tmp_path: Path) -> None:
         assert known.grant_of(key.public) == key.grant
 
 
-def test_the_store_gets_a_password_that_the_syncer_has_too(tmp_path: Path) -> None:
+def test_redis_and_the_syncer_share_a_password(tmp_path: Path) -> None:
     init(tmp_path, "run")
     password = (tmp_path / "redis" / "password").read_text()
     assert len(password) >= 32
@@ -32,14 +32,14 @@ def test_the_store_gets_a_password_that_the_syncer_has_too(tmp_path: Path) -> No
     assert f"requirepass {password}\n" in (tmp_path / "redis" / "redis.conf").read_text()
 
 
-def test_what_is_secret_is_the_owner_s_alone(tmp_path: Path) -> None:
+def test_secret_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     init(tmp_path, "run")
     secret = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
     assert len(secret) == 8
     assert [path for path in secret if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
 
 
-def test_a_second_time_changes_nothing(tmp_path: Path) -> None:
+def test_a_second_run_of_the_command_changes_nothing(tmp_path: Path) -> None:
     assert init(tmp_path, "run")
     before = everything(tmp_path)
     assert init(tmp_path, "run") == []
@@ -47,7 +47,7 @@ def test_a_second_time_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [f"{role}/key" for role in ROLES])
-def test_a_lost_key_is_made_anew_and_the_lost_one_is_worth_nothing(tmp_path: Path, lost: str) -> None:
+def test_a_lost_key_is_replaced_and_the_lost_one_is_no_longer_valid(tmp_path: Path, lost: str) -> None:
     init(tmp_path, "run")
     old = Key.load(tmp_path / lost)
     (tmp_path / lost).unlink()
@@ -63,7 +63,7 @@ HALVES = {"nothing": slice(0), "half": slice(100), "all but the end": slice(-3)}
 
 @pytest.mark.parametrize("part", HALVES.values(), ids=HALVES)
 @pytest.mark.parametrize("torn", [f"{role}/key" for role in ROLES])
-def test_of_a_key_file_that_holds_less_than_a_key_a_new_one_is_made(tmp_path: Path, torn: str, part: slice) -> None:
+def test_an_incomplete_key_file_is_replaced(tmp_path: Path, torn: str, part: slice) -> None:
     init(tmp_path, "run")
     whole = (tmp_path / torn).read_bytes()
     (tmp_path / torn).write_bytes(whole[part])
@@ -74,7 +74,7 @@ def test_of_a_key_file_that_holds_less_than_a_key_a_new_one_is_made(tmp_path: Pa
 
 
 @pytest.mark.parametrize("part", HALVES.values(), ids=HALVES)
-def test_of_a_pair_that_is_torn_a_new_one_is_made_and_everybody_gets_new_keys(tmp_path: Path, part: slice) -> None:
+def test_an_incomplete_broker_pair_is_replaced_and_so_are_all_client_keys(tmp_path: Path, part: slice) -> None:
     init(tmp_path, "run")
     pair = tmp_path / "broker" / "broker.key"
     pair.write_bytes(pair.read_bytes()[part])
@@ -92,7 +92,7 @@ def test_a_key_that_cannot_be_read_stays(tmp_path: Path) -> None:
     assert len(KeyRing(tmp_path / "broker").grants) == 3
 
 
-def test_an_empty_password_is_none(tmp_path: Path) -> None:
+def test_an_empty_password_file_is_replaced(tmp_path: Path) -> None:
     init(tmp_path, "run")
     (tmp_path / "redis" / "password").write_text("")
     assert init(tmp_path, "run") == ["redis/password"]
@@ -101,7 +101,7 @@ def test_an_empty_password_is_none(tmp_path: Path) -> None:
     assert (tmp_path / "redis-client" / "password").read_text() == password
 
 
-def test_a_broker_without_its_pair_gets_another_one_and_everybody_new_keys(tmp_path: Path) -> None:
+def test_a_missing_broker_pair_is_replaced_and_so_are_all_client_keys(tmp_path: Path) -> None:
     init(tmp_path, "run")
     (tmp_path / "broker" / "broker.key").unlink()
     assert init(tmp_path, "run") == [f"{role}/key" for role in ROLES]
@@ -110,7 +110,7 @@ def test_a_broker_without_its_pair_gets_another_one_and_everybody_new_keys(tmp_p
     assert len(known.grants) == 3
 
 
-def test_another_run_gets_keys_of_its_own_and_so_does_the_first_one_again(tmp_path: Path) -> None:
+def test_changing_the_run_replaces_the_keys(tmp_path: Path) -> None:
     for run in ("one", "two", "one"):
         init(tmp_path, run)
         known = KeyRing(tmp_path / "broker")
@@ -120,7 +120,7 @@ def test_another_run_gets_keys_of_its_own_and_so_does_the_first_one_again(tmp_pa
             assert known.grant_of(key.public) == key.grant
 
 
-def test_a_key_for_an_outsider_is_left_alone(tmp_path: Path) -> None:
+def test_keys_of_other_clients_are_kept(tmp_path: Path) -> None:
     from decoupled_diloco.common.auth_keys import new_key
 
     init(tmp_path, "run")
@@ -129,7 +129,7 @@ def test_a_key_for_an_outsider_is_left_alone(tmp_path: Path) -> None:
     assert KeyRing(tmp_path / "broker").grant_of(far.public) == far.grant
 
 
-def test_a_copy_of_the_password_that_is_gone_or_old_is_mended(tmp_path: Path) -> None:
+def test_a_missing_or_outdated_copy_of_the_password_is_replaced(tmp_path: Path) -> None:
     init(tmp_path, "run")
     password = (tmp_path / "redis" / "password").read_text()
     copy = tmp_path / "redis-client" / "password"
@@ -141,7 +141,7 @@ def test_a_copy_of_the_password_that_is_gone_or_old_is_mended(tmp_path: Path) ->
     assert copy.read_text() == password
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "redis").write_text("a file where a folder should be")
-    with pytest.raises(SettingError, match=r"cannot be kept under"):
+    with pytest.raises(SettingError, match=r"cannot be stored under"):
         init(tmp_path, "run")

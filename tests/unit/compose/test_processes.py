@@ -1,4 +1,4 @@
-"""Real small processes that are kept alive."""
+"""Child processes: restarts, back-off, false starts, stop. All children are real, small processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_up(output: Path) -> bool:
 
 
 def the_exit(family: ChildProcesses) -> Exit:
-    return wait_for(lambda: family.look(time.monotonic()), "the child ended")[0]
+    return wait_for(lambda: family.poll(time.monotonic()), "the child ended")[0]
 
 
 def test_a_killed_child_starts_again_after_a_moment(family: ChildProcesses, output: Path) -> None:
@@ -56,11 +56,11 @@ def test_a_killed_child_starts_again_after_a_moment(family: ChildProcesses, outp
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     ended = the_exit(family)
-    assert (ended.name, ended.code, ended.lives) == ("a", -9, 1)
+    assert (ended.name, ended.code, ended.starts) == ("a", -9, 1)
     assert ended.describe() == "killed by signal 9"
-    wait_for(lambda: family.look(time.monotonic()) == [] and child.pid, "it runs again", 10)
+    wait_for(lambda: family.poll(time.monotonic()) == [] and child.pid, "it runs again", 10)
     assert child.pid != pid
-    assert child.lives == 2
+    assert child.starts == 2
 
 
 def test_a_child_gets_no_option_behind_the_back_of_its_command_line(
@@ -78,16 +78,16 @@ def test_the_delay_doubles_up_to_its_limit_and_a_long_life_forgives(output: Path
     for _ in range(9):
         child.start(now)
         wait_for(lambda: child.process is None or child.process.poll() is not None, "it ended")
-        child.look(now)
-        delays.append((child.due_at or 0) - now)
+        child.poll(now)
+        delays.append((child.restart_at or 0) - now)
         now += 1
     assert delays[:4] == [FIRST_DELAY_SECONDS * 2**n for n in range(4)]
     assert delays[-1] == LONGEST_DELAY_SECONDS
     assert child.false_starts == 9
     child.start(now)
     wait_for(lambda: child.process is None or child.process.poll() is not None, "it ended")
-    child.look(now + 100)
-    assert child.due_at == now + 100 + FIRST_DELAY_SECONDS
+    child.poll(now + 100)
+    assert child.restart_at == now + 100 + FIRST_DELAY_SECONDS
     assert child.false_starts == 0
 
 
@@ -109,21 +109,21 @@ def test_a_start_is_false_if_the_child_fails_by_itself_or_never_begins(
     limits = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
     child = Child("a", lambda: python(limits + code, output), None if began is None else lambda: began)
     child.start(0.0)
-    assert wait_for(lambda: child.look(1.0), "it ended")
+    assert wait_for(lambda: child.poll(1.0), "it ended")
     assert child.false_starts == int(counts)
 
 
 def test_a_child_that_never_begins_has_a_false_start_however_long_that_takes(output: Path) -> None:
     child = Child("a", lambda: python("raise SystemExit(3)", output), lambda: False)
     child.start(0.0)
-    assert wait_for(lambda: child.look(70.0), "it ended")
+    assert wait_for(lambda: child.poll(70.0), "it ended")
     assert child.false_starts == 1
 
 
 def test_a_child_that_ends_well_is_left_alone(family: ChildProcesses, output: Path) -> None:
     child = family.add("a", lambda: python("pass", output))
     assert the_exit(family).code == 0
-    assert child.due_at is None
+    assert child.restart_at is None
     assert family.pids() == {}
 
 
@@ -132,9 +132,9 @@ def test_one_that_ends_well_again_and_again_starts_after_the_same_delays_as_one_
     for _ in range(3):
         child.start(now)
         wait_for(lambda: child.process is None or child.process.poll() is not None, "it ended")
-        child.look(now)
-        child.start_later(now)
-        delays.append((child.due_at or 0) - now)
+        child.poll(now)
+        child.schedule_restart(now)
+        delays.append((child.restart_at or 0) - now)
     assert delays == [FIRST_DELAY_SECONDS * 2**n for n in range(3)]
     assert child.false_starts == 0
 
@@ -149,12 +149,12 @@ def test_a_start_that_fails_is_tried_again(output: Path) -> None:
         return first
 
     child = Child("a", launch)
-    failed = child.revive(0.0)
+    failed = child.restart(0.0)
     assert failed is not None
     assert failed.describe() == "no such file"
-    assert child.due_at == FIRST_DELAY_SECONDS
-    assert child.revive(1.0) is None
-    wait_for(lambda: child.look(2.0), "the second start ended")
+    assert child.restart_at == FIRST_DELAY_SECONDS
+    assert child.restart(1.0) is None
+    wait_for(lambda: child.poll(2.0), "the second start ended")
 
 
 def test_a_stubborn_child_is_killed_at_the_deadline_and_the_others_end_well(
@@ -201,29 +201,29 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_the_first_signal_is_a_wish_and_the_second_ends_at_once(tmp_path: Path) -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_ends_the_process(tmp_path: Path) -> None:
     code = (
         "from decoupled_diloco.compose.signals import StopRequest; import time\n"
-        "with StopRequest() as wish:\n"
-        "    wish.at_once = lambda: print('at once', flush=True)\n"
+        "with StopRequest() as request:\n"
+        "    request.on_second = lambda: print('at once', flush=True)\n"
         "    print('up', flush=True)\n"
-        "    while not wish.stop: time.sleep(0.01)\n"
-        "    print('wished', flush=True)\n"
+        "    while not request.requested: time.sleep(0.01)\n"
+        "    print('requested', flush=True)\n"
         "    time.sleep(600)\n"
     )
     output = tmp_path / "out"
     with output.open("w") as file, subprocess.Popen([sys.executable, "-P", "-c", code], stdout=file) as process:
         wait_for(lambda: "up" in output.read_text(), "it is up")
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: "wished" in output.read_text(), "the wish was heard")
+        wait_for(lambda: "requested" in output.read_text(), "the signal was handled")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     assert output.read_text().endswith("at once\n")
 
 
-def test_signals_mean_what_they_meant_before_once_the_wish_is_over() -> None:
+def test_signal_handlers_are_restored_after_the_with_block() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopRequest() as wish:
+    with StopRequest() as request:
         assert signal.getsignal(signal.SIGINT) != before
-        assert not wish.stop
+        assert not request.requested
     assert signal.getsignal(signal.SIGINT) == before

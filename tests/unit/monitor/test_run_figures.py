@@ -166,7 +166,7 @@ def test_the_results_name_the_learners_that_never_confirmed_the_final_model(tmp_
         (tmp_path / "summary.json").write_text(json.dumps({"unconfirmed": unconfirmed}))
         show_unconfirmed(RunFolder(tmp_path), console)
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == "not confirmed that they hold the final model: b (no goodbye), c (failed)\n"
+    assert console.file.getvalue() == "final model not confirmed by: b (no goodbye), c (failed)\n"
 
 
 def test_sizes_and_durations_are_short() -> None:
