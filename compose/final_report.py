@@ -67,11 +67,11 @@ def show_summary(shown: Mapping[str, Any], console: PlainConsole) -> None:
 
 def show_unconfirmed(folder: RunFolder, console: PlainConsole) -> None:
     """Print which learners did not confirm the final model, and why."""
-    from ..syncer.final_confirmations import named
+    from ..syncer.final_confirmations import describe_missing
 
     missing = folder.summary().get("unconfirmed")
     if isinstance(missing, dict) and missing:
-        console.print(f"final model not confirmed by: {named(missing)}", soft_wrap=True)
+        console.print(f"final model not confirmed by: {describe_missing(missing)}", soft_wrap=True)
 
 
 def show_results(folder: RunFolder, console: PlainConsole) -> None:

@@ -295,7 +295,7 @@ class VirtualCluster:
 
         def arrives() -> None:
             if self._rounds.heard(report, self.now) is not None:
-                self._figures.stepped(self.now, report.since_first_step_seconds)
+                self._figures.record_first_step(self.now, report.since_first_step_seconds)
                 self._at(self.now, self._tick)
 
         self._after(self.way.latency_seconds, arrives)

@@ -15,7 +15,7 @@ from ..common.redis_client import redact_url, save_and_end
 from ..common.registry import Registry
 from ..common.signals import stop_signals
 from .epoch_discovery import EpochDiscovery
-from .rejections import sender_of
+from .rejections import sender_from_topic
 from .telemetry import Telemetry
 from .transport import Transport
 
@@ -27,7 +27,7 @@ def main(config: SyncerConfig) -> None:
     teller = Telemetry(Registry(config.redis, run, log), log, run)
 
     def malformed(topic: bytes, wrong: Malformed) -> None:
-        name, kind = sender_of(topic)
+        name, kind = sender_from_topic(topic)
         teller.reject(name, wrong.reason, message=kind, detail=str(wrong)[:200])
 
     def absent(seconds: float) -> None:

@@ -353,7 +353,7 @@ class Checkpoints(OwnedDirectory):
             moved = {indices[name]: tensor.numpy().tobytes() for name, tensor in tensors.items()}
             if rows["layout"] != layout.fingerprint or any(len(v) != layout.static[i].bytes for i, v in moved.items()):
                 raise Malformed("damaged", "they belong to another model")
-            state.take_static(str(rows["learner"]), moved, replaced(layout, state.static, moved))
+            state.replace_static(str(rows["learner"]), moved, replaced(layout, state.static, moved))
         except (Malformed, KeyError) as error:
             return (f"the final buffers cannot be used ({error}); those of version 0 are used instead",)
         return ()

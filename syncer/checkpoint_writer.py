@@ -15,7 +15,7 @@ from ..common.errors import Malformed
 from ..common.fragments import Plan
 from ..common.static_tensors import replaced
 from .checkpoint import Checkpoints
-from .final_buffers import Received, check
+from .final_buffers import ReceivedBuffers, check
 from .global_model import Snapshot
 
 RETRY_SECONDS = 5.0
@@ -43,10 +43,10 @@ class SaveOutcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredBuffers:
     """Result of checking and writing one learner's final buffers."""
 
-    received: Received
+    received: ReceivedBuffers
     moved: tuple[int, ...] = ()
     """Indices into the layout's static tensors."""
     static: bytes = b""
@@ -85,8 +85,8 @@ class CheckpointWriter:
         self._job: _Job | None = None
         self._untried: _Job | None = None
         """The latest job, until its first attempt has ended."""
-        self._buffers: tuple[Plan, Received, bytes] | None = None
-        self._stored: Stored | None = None
+        self._buffers: tuple[Plan, ReceivedBuffers, bytes] | None = None
+        self._stored: StoredBuffers | None = None
         self._not_before = 0.0
         self._closing = False
         self._outcomes: deque[SaveOutcome] = deque(maxlen=OUTCOMES_KEPT)
@@ -114,7 +114,7 @@ class CheckpointWriter:
             self._not_before = 0.0
             self._changed.notify()
 
-    def store_buffers(self, plan: Plan, received: Received, static: bytes) -> None:
+    def store_buffers(self, plan: Plan, received: ReceivedBuffers, static: bytes) -> None:
         """Check a learner's buffers, put them into a copy of `static` and write them; see `stored`. Returns at once.
 
         The write is attempted once: a failing disk must not delay the end of the run.
@@ -123,7 +123,7 @@ class CheckpointWriter:
             self._buffers = (plan, received, static)
             self._changed.notify()
 
-    def stored(self) -> Stored | None:
+    def stored(self) -> StoredBuffers | None:
         """The result of the latest `store_buffers`, returned once; None before."""
         with self._changed:
             stored, self._stored = self._stored, None
@@ -160,7 +160,7 @@ class CheckpointWriter:
             self._store(*job)
         return job is not None
 
-    def _next(self) -> _Job | tuple[Plan, Received, bytes] | None:
+    def _next(self) -> _Job | tuple[Plan, ReceivedBuffers, bytes] | None:
         """Wait for the next job; None when closing."""
         with self._changed:
             while True:
@@ -175,25 +175,25 @@ class CheckpointWriter:
                     return None
                 self._changed.wait(pause if self._job is not None else None)
 
-    def _store(self, plan: Plan, received: Received, static: bytes) -> None:
+    def _store(self, plan: Plan, received: ReceivedBuffers, static: bytes) -> None:
         try:
             stored = self._checked_and_written(plan, received, static)
         except Malformed as failure:
-            stored = Stored(received=received, refused=failure)
+            stored = StoredBuffers(received=received, refused=failure)
         except Exception as failure:  # noqa: BLE001 for example MemoryError: another learner's buffers may be used
             refused = Malformed("unusable", f"{type(failure).__name__}: {failure}")
-            stored = Stored(received=received, refused=refused)
+            stored = StoredBuffers(received=received, refused=refused)
         with self._changed:
             self._stored = stored
 
-    def _checked_and_written(self, plan: Plan, received: Received, static: bytes) -> Stored:
+    def _checked_and_written(self, plan: Plan, received: ReceivedBuffers, static: bytes) -> StoredBuffers:
         moved, error = check(plan, received), ""
         whole = replaced(plan.layout, static, moved)
         try:
             self._checkpoints.write_buffers(plan.layout, received.last.name, moved)
         except Exception as failure:  # noqa: BLE001 the model uses them in any case
             error = f"{type(failure).__name__}: {failure}"
-        return Stored(received=received, moved=tuple(sorted(moved)), static=whole, error=error)
+        return StoredBuffers(received=received, moved=tuple(sorted(moved)), static=whole, error=error)
 
     def _write(self, job: _Job) -> None:
         began = time.monotonic()

@@ -13,11 +13,11 @@ from ..common.printable import printable
 from ..common.wire import Alive, Buffers, Delta, Goodbye, Hello, Seed, Welcome
 from . import stall_diagnosis
 from .admission import Admission, Reply, SeedAssembly
-from .checkpoint_writer import Stored
+from .checkpoint_writer import StoredBuffers
 from .global_model import GlobalModel
 from .membership import RESET_AFTER, Member, Membership
 from .model_file import read_model
-from .rejections import SENDERS, sentence_of
+from .rejections import SENDERS, describe_rejection
 from .run_state import Components, RunState, Served
 from .stall_diagnosis import StallReason
 from .startup import serve
@@ -52,8 +52,8 @@ class ControlHandler:
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
         if reply.verdict == "finished" and hello.role == "learner":
-            run.confirmations.await_from([(hello.name, hello.incarnation)])
-            run.confirmations.asked((hello.name, hello.incarnation), time.monotonic())
+            run.confirmations.expect([(hello.name, hello.incarnation)])
+            run.confirmations.record_request((hello.name, hello.incarnation), time.monotonic())
         if reply.verdict == "finished" and not run.buffers.settled:
             reply = Reply("wait", "the final buffers are on their way")
         self._answer(hello.name, hello.incarnation, reply)
@@ -84,7 +84,7 @@ class ControlHandler:
             raise Malformed("stranger", "not a member")
         if returned:
             self._parts.teller.event("returned", learner=member.name)
-        served.figures.stepped(now, alive.since_first_step_seconds)
+        served.figures.record_first_step(now, alive.since_first_step_seconds)
         if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
             self.reset(member, "it holds other bits than the run")
 
@@ -98,7 +98,7 @@ class ControlHandler:
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
         served, who = self._run.served, (goodbye.name, goodbye.incarnation)
-        self._run.confirmations.left(who, goodbye.reason, goodbye.model_hash, self._run.model_hash)
+        self._run.confirmations.record_goodbye(who, goodbye.reason, goodbye.model_hash, self._run.model_hash)
         member = served.rounds.members.get(who) if served else None
         if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
             self._offer(goodbye, now)
@@ -108,7 +108,7 @@ class ControlHandler:
         self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
             self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
-        self._parts.teller.member(member, served.rounds, now)
+        self._parts.teller.publish_learner(member, served.rounds, now)
 
     def _offer(self, goodbye: Goodbye, now: float) -> None:
         """A learner that holds the final model says what its training has made of the static part."""
@@ -122,18 +122,18 @@ class ControlHandler:
         if run.served is None or run.phase != "finished":
             raise Malformed("early", "buffers are taken once the run is finished")
         state = run.served.state
-        received = run.buffers.take(message, state.plan, run.epoch, now)
+        received = run.buffers.add_chunk(message, state.plan, run.epoch, now)
         if received is not None:
             self._parts.writer.store_buffers(state.plan, received, state.static)
 
-    def buffers_stored(self, served: Served, stored: Stored, now: float) -> None:
+    def buffers_stored(self, served: Served, stored: StoredBuffers, now: float) -> None:
         """Checked buffers into the model. Malformed if they are refused: then another learner is asked."""
         learner, teller, state = stored.received.last.name, self._parts.teller, served.state
         if stored.refused is not None:
-            self._run.buffers.checked(f"sent what is refused ({stored.refused})", now)
+            self._run.buffers.record_check(f"sent what is refused ({stored.refused})", now)
             raise stored.refused
-        self._run.buffers.checked("", now)
-        state.take_static(learner, stored.moved, stored.static)
+        self._run.buffers.record_check("", now)
+        state.replace_static(learner, stored.moved, stored.static)
         if stored.error:
             sentence = (
                 f"the buffers of {learner} could not be stored ({stored.error}); model.safetensors gets them all the "
@@ -162,7 +162,7 @@ class ControlHandler:
         else:
             incarnation = None
         if incarnation is not None:
-            sentence = sentence_of(reason, detail)
+            sentence = describe_rejection(reason, detail)
             notice = self._run.rejections.rejected((name, incarnation), kind, sentence, self._parts.clock.now())
             if notice:
                 self._answer(name, incarnation, Reply("notice", notice))

@@ -22,7 +22,7 @@ STALL_SECONDS = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Received:
+class ReceivedBuffers:
     """A whole payload of one learner, not checked yet."""
 
     last: Buffers
@@ -38,7 +38,7 @@ class FinalBuffers:
     """The learner that is asked for them."""
     held: bool = False
     """One learner's are here, complete and checked."""
-    checking: Received | None = None
+    checking: ReceivedBuffers | None = None
     """Complete, and being checked and stored."""
     offered: bool = False
     """A learner said that some of its static tensors have moved."""
@@ -68,7 +68,7 @@ class FinalBuffers:
         self.offered |= tensors is not None
         self._offers[who] = (tensors, now)
 
-    def look(self, now: float) -> None:
+    def select_source(self, now: float) -> None:
         """Choose the learner that is asked: the first that offered, for as long as it is heard and new chunks come."""
         if self.held or self.checking:
             return
@@ -82,7 +82,7 @@ class FinalBuffers:
             able = (who for who, (tensors, _) in self._offers.items() if tensors)
             self.source, self._assembly, self._progress_at = next(able, None), None, now
 
-    def take(self, message: Buffers, plan: Plan, epoch: int, now: float) -> Received | None:
+    def add_chunk(self, message: Buffers, plan: Plan, epoch: int, now: float) -> ReceivedBuffers | None:
         """Take one chunk; the whole payload, still to be checked, when it was the last one.
 
         Malformed on any misfit: of the learner that was asked, no more is taken then.
@@ -100,24 +100,24 @@ class FinalBuffers:
             self.checking = self._take(message, plan, now)
         except Malformed as wrong:
             self._refuse(who, f"sent what is refused ({wrong})")
-            self.look(now)
+            self.select_source(now)
             raise
         return self.checking
 
-    def checked(self, refused: str, now: float) -> None:
+    def record_check(self, refused: str, now: float) -> None:
         """The payload that was complete is taken ('') or refused, and why: then another learner is asked."""
         received, self.checking = self.checking, None
         self.held = not refused
         if received is not None and refused:
             self._refuse((received.last.name, received.last.incarnation), refused)
-            self.look(now)
+            self.select_source(now)
 
     def _refuse(self, who: Who, why: str) -> None:
         self._refused.add(who)
         self._failed[who] = why
         self._offers.pop(who, None)
 
-    def _take(self, message: Buffers, plan: Plan, now: float) -> Received | None:
+    def _take(self, message: Buffers, plan: Plan, now: float) -> ReceivedBuffers | None:
         if message.fragment != plan.static_index:
             raise Malformed("fragment", f"{message.fragment}, the static part is {plan.static_index}")
         if message.size not in sizes(plan.layout):
@@ -128,10 +128,10 @@ class FinalBuffers:
         whole = self._assembly.add(message)
         if len(self._assembly.missing) < before:
             self._progress_at = now
-        return Received(last=message, payload=self._assembly.payload) if whole else None
+        return ReceivedBuffers(last=message, payload=self._assembly.payload) if whole else None
 
 
-def check(plan: Plan, received: Received) -> dict[int, memoryview]:
+def check(plan: Plan, received: ReceivedBuffers) -> dict[int, memoryview]:
     """The moved tensors by index into the layout's static ones. Malformed unless they are what was sent, and finite."""
     if hashlib.sha256(received.payload).hexdigest() != received.last.digest:
         raise Malformed("digest", "the final buffers")

@@ -42,7 +42,7 @@ class Confirmations:
         """Names that have not confirmed, sorted, and why: the reason of their Goodbye, or that none came."""
         return {name: awaited.departed or SILENT for name, awaited in sorted(self._missing.items())}
 
-    def await_from(self, learners: Iterable[Who]) -> None:
+    def expect(self, learners: Iterable[Who]) -> None:
         """These learners hold their names at the end of the run; an earlier incarnation is awaited no more."""
         for name, incarnation in learners:
             known = self._missing.get(name)
@@ -51,7 +51,7 @@ class Confirmations:
             if known is None or known.incarnation != incarnation:
                 self._missing[name] = _Awaited(incarnation)
 
-    def left(self, who: Who, reason: str, model_hash: str, final_hash: str) -> None:
+    def record_goodbye(self, who: Who, reason: str, model_hash: str, final_hash: str) -> None:
         """A Goodbye came. It confirms if it is of the incarnation that is awaited, which has finished with the final
         model; `final_hash` is '' before there is one.
         """
@@ -65,14 +65,14 @@ class Confirmations:
         else:
             del self._missing[who[0]]
 
-    def asked(self, who: Who, now: float) -> None:
+    def record_request(self, who: Who, now: float) -> None:
         """A Hello or Fetch came: a learner that still fetches the final model is not silent."""
         awaited = self._awaited(who)
         if awaited is not None:
             awaited.departed = ""
             self.asked_at = now
 
-    def given_up(self, finished_at: float, now: float, *, wait_seconds: float, most_seconds: float) -> bool:
+    def timed_out(self, finished_at: float, now: float, *, wait_seconds: float, most_seconds: float) -> bool:
         """No learner is waited for any longer: none has asked for `wait_seconds`, or the end has lasted
         `most_seconds`, whatever they ask.
         """
@@ -83,7 +83,7 @@ class Confirmations:
         return awaited if awaited is not None and awaited.incarnation == who[1] else None
 
 
-def named(missing: Mapping[str, str]) -> str:
+def describe_missing(missing: Mapping[str, str]) -> str:
     """The first few learners that have not confirmed, each with the reason, and how many more there are."""
     names = [f"{name} ({reason})" for name, reason in list(missing.items())[:NAMES]]
     left = len(missing) - NAMES

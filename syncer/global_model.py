@@ -177,7 +177,7 @@ class GlobalModel:
             self._publish(fragment, self.versions[fragment] + 1, public, "")
             self._updates[fragment] = None
 
-    def take_static(self, learner: str, moved: Iterable[int], static: bytes) -> None:
+    def replace_static(self, learner: str, moved: Iterable[int], static: bytes) -> None:
         """Replace the static tensors by values of a learner whose training changed `moved` (indices in the layout)."""
         self.static = static
         names = tuple(self.plan.layout.static[index].name for index in sorted(moved))

@@ -67,13 +67,13 @@ class Ledger:
     def reported(self, who: Who) -> int:
         return self._books[who].reported if who in self._books else 0
 
-    def fits(self, who: Who, fragment: int, tokens_from: int) -> bool:
+    def accepts(self, who: Who, fragment: int, tokens_from: int) -> bool:
         """False if an interval from there would meet one already merged."""
         return who not in self._books or tokens_from >= self._books[who].mark[fragment]
 
     def merge(self, who: Who, fragment: int, tokens_from: int, tokens_to: int) -> None:
         """Book [from, to) as merged and what lies between the last merged interval and it as lost."""
-        if not self.fits(who, fragment, tokens_from) or tokens_to < tokens_from:
+        if not self.accepts(who, fragment, tokens_from) or tokens_to < tokens_from:
             raise ValueError(f"[{tokens_from}, {tokens_to}) of {who} meets what is already merged")
         book = self._book(who)
         book.reported = max(book.reported, tokens_to)
@@ -113,7 +113,7 @@ class Ledger:
     def names(self) -> Iterator[str]:
         return iter(sorted({who[0] for who in self._books} | self._closed.keys()))
 
-    def open_books(self, name: str) -> Iterator[Who]:
+    def open_incarnations(self, name: str) -> Iterator[Who]:
         """Incarnations of `name` that were not closed."""
         return (who for who in self._books if who[0] == name)
 

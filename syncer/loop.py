@@ -19,14 +19,14 @@ from ..common.fragments import TRAINABLE_DTYPES
 from ..common.wire import Alive, Beat, Buffers, Delta, Fetch, Goodbye, Hello, Message, Plane, Seed
 from . import stall_diagnosis
 from .control_messages import ControlHandler
-from .final_confirmations import named
+from .final_confirmations import describe_missing
 from .ledger import Who
 from .model_file import save_model
 from .publish import Publisher
-from .rejections import sender_of
+from .rejections import sender_from_topic
 from .rounds import Called, Drained, Lost, Merge, Unmet
 from .run_state import Components, RunState, Served
-from .stall_diagnosis import StallMonitor, StallReason, reason_of
+from .stall_diagnosis import StallMonitor, StallReason, stall_reason
 from .startup import begin
 from .telemetry import learner_rows, run_figures, write_summary
 
@@ -143,7 +143,7 @@ class Syncer:
         """It was as it should be; of an answer only the whole shows that."""
         if not isinstance(message, Delta):
             who = getattr(message, "name", ""), getattr(message, "incarnation", 0)
-            self.current.rejections.taken(who, message.KIND)
+            self.current.rejections.accepted(who, message.KIND)
 
     def _reject(self, message: Message, wrong: Malformed) -> None:
         name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
@@ -153,7 +153,7 @@ class Syncer:
 
     def _malformed(self, topic: bytes, wrong: Malformed) -> None:
         """A message that could not be read."""
-        (name, kind), detail = sender_of(topic), str(wrong)[:200]
+        (name, kind), detail = sender_from_topic(topic), str(wrong)[:200]
         self.parts.teller.reject(name, wrong.reason, message=kind, detail=detail)
         self.reception.rejected(kind, name, None, wrong.reason, detail)
 
@@ -204,12 +204,12 @@ class Syncer:
     def _ask_for_buffers(self, now: float) -> None:
         """Choose the learner whose buffers the final model gets; a change is published at once."""
         buffers = self.current.buffers
-        buffers.look(now)
+        buffers.select_source(now)
         if (buffers.source, buffers.held) != self._told_buffers:
             self._told_buffers, self._beat_at = (buffers.source, buffers.held), 0.0
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
-        self.current.confirmations.asked((fetch.name, fetch.incarnation), time.monotonic())
+        self.current.confirmations.record_request((fetch.name, fetch.incarnation), time.monotonic())
         self.merging.fetch(fetch, now)
 
     def _rival(self, beat: Beat, _now: float) -> None:
@@ -237,7 +237,7 @@ class Syncer:
             run.block = StallMonitor()
             return
         progress = (run.served is not None, sum(run.served.rounds.versions) if run.served else 0)
-        change = run.block.look(self._waits_for(now), progress, time.monotonic())
+        change = run.block.update(self._waits_for(now), progress, time.monotonic())
         if change is not None and change.kind == "blocked":
             teller.warn("blocked", sentence=change.text, seconds=round(change.seconds))
         elif change is not None:
@@ -257,7 +257,7 @@ class Syncer:
             return StallReason("broker", sentence, stall_diagnosis.SURE_SECONDS)
         if run.served is None:
             return self.reception.waits_for(now)
-        return reason_of(run.served.rounds, run.rejections, now)
+        return stall_reason(run.served.rounds, run.rejections, now)
 
     def _say_hindrance(self) -> None:
         """That the broker refuses us or cannot be found, once."""
@@ -295,18 +295,18 @@ class Syncer:
         state = state or run.phase
         block = {"blocked": run.block.text, "blocked_seconds": round(run.block.seconds) if run.block.text else ""}
         if run.served is None:
-            teller.waiting(run.settings, state, run.epoch, block)
+            teller.publish_waiting(run.settings, state, run.epoch, block)
             return
         rounds = run.served.rounds
         figures = run_figures(rounds, run.served.figures, state, now)
         writer = self.parts.writer
         saving = {"saved_at": writer.saved_at and round(writer.saved_at, 3), "save_error": writer.last_error}
-        teller.run(figures | block | {"model_hash": run.model_hash} | saving)
+        teller.publish_run(figures | block | {"model_hash": run.model_hash} | saving)
         for member in rounds.forget_oldest():
             teller.registry.forget_learner(member.name)
         for member in rounds.members.by_name.values():
-            again = "" if member.state == "left" else run.rejections.again(member.who)
-            teller.member(member, rounds, now, rejected_reason=again)
+            again = "" if member.state == "left" else run.rejections.repeated(member.who)
+            teller.publish_learner(member, rounds, now, rejected_reason=again)
 
     # --- saving ------------------------------------------------------------------------------------------------------
     def _checkpoint_if_due(self, served: Served) -> None:
@@ -381,7 +381,7 @@ class Syncer:
         return served.rounds.hopeless() or real - self._stop_at >= self.parts.config.stop_seconds
 
     def _await_the_live(self, served: Served) -> None:
-        self.current.confirmations.await_from(member.who for member in served.rounds.members.live())
+        self.current.confirmations.expect(member.who for member in served.rounds.members.live())
 
     def _known_to_all(self, served: Served, finished_at: float, real: float) -> bool:
         """Each learner that was here at the end has the final model, or has been awaited for as long as is allowed."""
@@ -396,7 +396,7 @@ class Syncer:
         self._ask_for_buffers(now)
         settled = not confirmations.pending and self.current.buffers.settled
         wait, most = self.parts.config.drain_seconds, self.parts.config.drain_most_seconds
-        return (quiet and settled) or confirmations.given_up(finished_at, real, wait_seconds=wait, most_seconds=most)
+        return (quiet and settled) or confirmations.timed_out(finished_at, real, wait_seconds=wait, most_seconds=most)
 
     def _end(self) -> None:
         served, parts, saved = self.current.served, self.parts, True
@@ -432,7 +432,7 @@ class Syncer:
 
     def _say_unconfirmed(self) -> None:
         if self._unconfirmed:
-            names, config = named(self._unconfirmed), self.parts.config
+            names, config = describe_missing(self._unconfirmed), self.parts.config
             folder = shlex.quote(str(config.directory.parent))
             sentence = (
                 f"{names} had not confirmed the final model when the syncer ended, which waits "
@@ -483,7 +483,7 @@ class Syncer:
                 "t": served.rounds.t,
                 "model_hash": served.state.model_hash(),
                 "learners": learner_rows(served.rounds),
-                "rejected": self.parts.teller.rejections(),
+                "rejected": self.parts.teller.rejection_counts(),
                 "messages_dropped": self.parts.lines.dropped,
                 "unconfirmed": self._unconfirmed,
                 **_buffers_summary(served),

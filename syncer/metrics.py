@@ -35,20 +35,20 @@ class RunMetrics:
     now: float = 0.0
     _t: int = 0
 
-    def stepped(self, now: float, since_first_step_seconds: float) -> None:
+    def record_first_step(self, now: float, since_first_step_seconds: float) -> None:
         """A learner says how long ago its first step began: the run's clock starts with the earliest."""
         self.now = now
         if since_first_step_seconds > 0:
             began = now - since_first_step_seconds
             self.first_step_at = began if self.first_step_at is None else min(began, self.first_step_at)
 
-    def reached(self, t: int, live: int) -> None:
+    def record_step(self, t: int, live: int) -> None:
         """Global step `t` with `live` learners: a data-parallel ring would have moved 2 (M - 1) 4 N bytes a step."""
         if t > self._t:
             self.bytes_f32_allreduce += (t - self._t) * 2 * max(0, live - 1) * 4 * self.parameters
             self._t = t
 
-    def merged(self, now: float, *, contributors: int, live: int, typical_seconds: float, seconds: float) -> None:
+    def record_merge(self, now: float, *, contributors: int, live: int, typical_seconds: float, seconds: float) -> None:
         self.merges += 1
         self.contributions += contributors
         self.participation_sum += min(1.0, contributors / max(1, live))

@@ -77,7 +77,7 @@ class Publisher:
         if member is not None:
             member.rejected_in_a_row = 0
         if served.rounds.counts(answer):
-            self._run.rejections.taken(answer.who, Delta.KIND)
+            self._run.rejections.accepted(answer.who, Delta.KIND)
 
     def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
         """Carry out a Merge: new version, published to all. Whose answers could not be counted."""
@@ -92,9 +92,9 @@ class Publisher:
         self._publish(served, merge, merged, t)
         seconds = time.perf_counter() - began
         book_merge(served, merge, merged, now, seconds)
-        teller.merged(served.state, merge, merged, t, seconds)
+        teller.report_merge(served.state, merge, merged, t, seconds)
         for answer in merge.answers:
-            self._run.rejections.taken(answer.who, Delta.KIND)
+            self._run.rejections.accepted(answer.who, Delta.KIND)
         return tuple(a.who for a in merge.unreported)
 
     def fetch(self, fetch: Fetch, now: float) -> None:
@@ -173,8 +173,8 @@ def book_merge(served: Served, merge: Merge, merged: MergeResult, now: float, se
 
 def count_merge(rounds: Rounds, figures: RunMetrics, merge: Merge, now: float, seconds: float) -> None:
     """Add a merge that is booked to the run's figures."""
-    figures.reached(rounds.step(now), len(rounds.members.live()))
-    figures.merged(
+    figures.record_step(rounds.step(now), len(rounds.members.live()))
+    figures.record_merge(
         now,
         contributors=len(merge.answers),
         live=rounds.may_answer(),

@@ -76,7 +76,7 @@ class Rejections:
             del self._senders[next(iter(self._senders))]
         return str(streak) if streak.again and sender.notices.due(now) else ""
 
-    def taken(self, who: Who, kind: str) -> None:
+    def accepted(self, who: Who, kind: str) -> None:
         """A message of this kind was as it should be."""
         sender = self._senders.get(who)
         if sender is not None:
@@ -87,19 +87,19 @@ class Rejections:
         sender = self._senders.get(who)
         return None if sender is None else sender.streaks.get(kind)
 
-    def again(self, who: Who) -> str:
+    def repeated(self, who: Who) -> str:
         """What is rejected again and again of this sender, in words; '' where nothing is."""
         sender = self._senders.get(who)
         return "" if sender is None else "; ".join(str(s) for s in sender.streaks.values() if s.again)
 
 
-def sentence_of(reason: str, detail: str = "") -> str:
+def describe_rejection(reason: str, detail: str = "") -> str:
     """Why a message was rejected: the reason's word, and what is known beside it."""
     more = detail.removeprefix(reason).removeprefix(": ") or MEANINGS.get(reason, "")
     return f"{reason}: {more}" if more else reason
 
 
-def sender_of(topic: bytes) -> tuple[str, str]:
+def sender_from_topic(topic: bytes) -> tuple[str, str]:
     """(name, kind) as a topic has them, as far as they can be believed; '?' where it has none."""
     parts = topic.decode("ascii", "replace").split("/")
     name = parts[-2][:40] if len(parts) > 3 and parts[-2].isprintable() else "?"

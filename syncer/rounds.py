@@ -168,7 +168,7 @@ class Rounds:
         """Enter this learner, or find it again; every other incarnation of its name is gone for good."""
         member = self.members.join(name, incarnation, now)
         self._retired.discard(member.who)
-        self._retired |= {other for other in self.ledger.open_books(name) if other != member.who}
+        self._retired |= {other for other in self.ledger.open_incarnations(name) if other != member.who}
         return member
 
     def heard(self, alive: Alive, now: float) -> Member | None:
@@ -207,7 +207,7 @@ class Rounds:
             return "stale"
         if answer.tokens <= 0 or answer.steps <= 0:
             return "empty"
-        if not self.ledger.fits(answer.who, answer.fragment, answer.tokens_from):
+        if not self.ledger.accepts(answer.who, answer.fragment, answer.tokens_from):
             return "overlap"
         return ""
 
@@ -428,7 +428,7 @@ class Rounds:
         for name in sorted(self._forgotten):
             if name in self.members.by_name:
                 self._forgotten.discard(name)
-            elif not any(self.ledger.open_books(name)):
+            elif not any(self.ledger.open_incarnations(name)):
                 self._forgotten.discard(name)
                 self.ledger.forget(name)
                 self.members.lives.forget(name)

@@ -35,7 +35,7 @@ class StallReason:
     patience_seconds: float
 
 
-def reason_of(rounds: Rounds, rejections: Rejections, now: float) -> StallReason | None:
+def stall_reason(rounds: Rounds, rejections: Rejections, now: float) -> StallReason | None:
     """What a run with a model waits for beside time; None where nothing is amiss."""
     if rounds.paused or rounds.state == "drained":
         return None
@@ -141,7 +141,7 @@ class StallMonitor:
         self._reports: Repeats | None = None
         """On the scale of `seconds`; None while the run is not blocked."""
 
-    def look(self, reason: StallReason | None, progress: object, real: float) -> StallChange | None:
+    def update(self, reason: StallReason | None, progress: object, real: float) -> StallChange | None:
         """Take what the run waits for now; what is to be reported, if anything is.
 
         progress: anything that differs once the run has moved. real: seconds of a clock that never stops; what this

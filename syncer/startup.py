@@ -59,7 +59,7 @@ def serve(parts: Components, run: RunState, state: GlobalModel) -> Served:
     rounds.versions = list(state.versions)
     run.served = Served(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
     run.phase = "running"
-    parts.teller.fragments(state, rounds.t)
+    parts.teller.publish_fragments(state, rounds.t)
     return run.served
 
 

@@ -51,7 +51,7 @@ class Telemetry:
         if self._reports[key].due(now):
             self.warn("rejected", learner=learner, reason=reason, times=self.rejected[key], **fields)
 
-    def merged(self, state: GlobalModel, merge: Merge, merged: MergeResult, t: int, seconds: float) -> None:
+    def report_merge(self, state: GlobalModel, merge: Merge, merged: MergeResult, t: int, seconds: float) -> None:
         fragment = state.plan.fragments[merge.call.fragment]
         names = [a.who[0] for a in merge.answers]
         self.event(
@@ -65,7 +65,7 @@ class Telemetry:
             bytes=len(merged.payload), merged_at=round(time.time(), 3), parameters=fragment.parameters,
         )  # fmt: skip
 
-    def fragments(self, state: GlobalModel, t: int) -> None:
+    def publish_fragments(self, state: GlobalModel, t: int) -> None:
         """All fragments as they are, after a start or a resume."""
         for f in state.plan.fragments:
             self.registry.publish_fragment(
@@ -73,19 +73,19 @@ class Telemetry:
                 bytes=0, merged_at=0, parameters=f.parameters,
             )  # fmt: skip
 
-    def waiting(self, settings: RunSettings, phase: str, epoch: int, block: Mapping[str, Any]) -> None:
+    def publish_waiting(self, settings: RunSettings, phase: str, epoch: int, block: Mapping[str, Any]) -> None:
         """A run that has no version 0 yet."""
-        self.run({"run": settings.run, "state": phase, "epoch": epoch, "step": 0, "steps_total": settings.steps,
+        self.publish_run({"run": settings.run, "state": phase, "epoch": epoch, "step": 0, "steps_total": settings.steps,
                   "quorum": settings.quorum, "learners_live": 0, **block})  # fmt: skip
 
-    def rejections(self) -> dict[str, int]:
+    def rejection_counts(self) -> dict[str, int]:
         """How many messages were not taken, by `learner:reason`."""
         return {f"{name}:{reason}": times for (name, reason), times in sorted(self.rejected.items())}
 
-    def run(self, figures: Mapping[str, Any]) -> None:
+    def publish_run(self, figures: Mapping[str, Any]) -> None:
         self.registry.publish_run(started_at=round(self._began_at, 3), **figures)
 
-    def member(self, member: Member, rounds: Rounds, now: float, *, rejected_reason: str = "") -> None:
+    def publish_learner(self, member: Member, rounds: Rounds, now: float, *, rejected_reason: str = "") -> None:
         """One learner's hash and its place in the list of who is here."""
         alive, account, lives = member.alive, rounds.ledger.account(member.name), rounds.members.lives.of(member.name)
         seen = time.time() - (now - member.heard_at)

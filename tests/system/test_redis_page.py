@@ -188,12 +188,14 @@ def shown(tmp_path: Path) -> Iterator[Any]:
         teller = Telemetry(registry, get_logger("syncer"), "run")
         rounds = Rounds(RunSettings(sync_every=2, overlap=1), [10], 1)
         fragment = SimpleNamespace(index=0, parameters=10)
-        teller.fragments(cast("Any", SimpleNamespace(plan=SimpleNamespace(fragments=[fragment]), versions=[1])), t=4)
-        teller.run(
+        teller.publish_fragments(
+            cast("Any", SimpleNamespace(plan=SimpleNamespace(fragments=[fragment]), versions=[1])), t=4
+        )
+        teller.publish_run(
             run_figures(rounds, RunMetrics(10, 1.0), "running", 0.0)
             | {"model_hash": "", "saved_at": 1.0, "save_error": "", "blocked": "", "blocked_seconds": ""}
         )
-        teller.member(Member(name="learner-1", incarnation=3, joined_at=0.0, heard_at=0.0), rounds, 1.0)
+        teller.publish_learner(Member(name="learner-1", incarnation=3, joined_at=0.0, heard_at=0.0), rounds, 1.0)
         teller.event("joined", learner="learner-1")
         registry.write_epoch(1)
         registry.close()

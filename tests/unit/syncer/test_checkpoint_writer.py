@@ -19,7 +19,7 @@ from decoupled_diloco.common.static_tensors import pack
 from decoupled_diloco.common.wire import Buffers, split
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.checkpoint_writer import CheckpointWriter
-from decoupled_diloco.syncer.final_buffers import Received
+from decoupled_diloco.syncer.final_buffers import ReceivedBuffers
 from decoupled_diloco.syncer.global_model import GlobalModel, Snapshot
 from states import LAYOUT, PLAN, STATIC, advance, fresh, seeded, settings
 from waiting import wait_for
@@ -217,7 +217,7 @@ def test_buffers_are_checked_and_stored_before_the_writer_closes_and_a_full_disk
         shutil.rmtree(checkpoints.directory)
     writer = CheckpointWriter(checkpoints)
     assert writer.stored() is None
-    writer.store_buffers(PLAN, Received(last=last, payload=memoryview(whole)), STATIC)
+    writer.store_buffers(PLAN, ReceivedBuffers(last=last, payload=memoryview(whole)), STATIC)
     writer.close(60)
     stored = writer.stored()
     assert stored is not None

@@ -39,7 +39,7 @@ def offers(*names: str) -> FinalBuffers:
     made = FinalBuffers()
     for name in names:
         made.offer((name, 1), 2, 100.0)
-    made.look(100.0)
+    made.select_source(100.0)
     return made
 
 
@@ -47,39 +47,39 @@ def test_the_first_learner_that_offers_some_is_asked_and_stays_the_one() -> None
     made = FinalBuffers()
     made.offer(("none", 1), 0, 100.0)
     made.offer(("unknown", 1), None, 100.0)
-    made.look(100.0)
+    made.select_source(100.0)
     assert made.source is None
     assert not made.settled, "one has not said yet"
     made.offer(("b", 1), 2, 100.1)
     made.offer(("a", 1), 2, 100.2)
-    made.look(100.3)
+    made.select_source(100.3)
     assert made.source == ("b", 1)
-    taken = made.take(buffers(name="b"), PLAN, 3, 100.4)
+    taken = made.add_chunk(buffers(name="b"), PLAN, 3, 100.4)
     assert taken is not None
     assert {index: bytes(values) for index, values in check(PLAN, taken).items()} == MOVED
     assert not made.settled, "they are being checked and stored"
-    made.look(100.4 + 2 * SILENCE_SECONDS)
+    made.select_source(100.4 + 2 * SILENCE_SECONDS)
     assert made.source == ("b", 1)
-    made.checked("", 100.5)
+    made.record_check("", 100.5)
     assert made.held
     assert made.settled
-    assert made.take(buffers(name="b"), PLAN, 3, 100.5) is None, "sent twice"
+    assert made.add_chunk(buffers(name="b"), PLAN, 3, 100.5) is None, "sent twice"
 
 
 def test_a_learner_that_takes_its_offer_back_and_sends_nonsense_ends_nothing_but_its_turn() -> None:
     made = offers("a", "b")
     made.offer(("a", 1), 0, 100.1)
     with pytest.raises(Malformed, match="fragment"):
-        made.take(buffers(name="a", fragment=0), PLAN, 3, 100.2)
+        made.add_chunk(buffers(name="a", fragment=0), PLAN, 3, 100.2)
     assert made.source == ("b", 1)
 
 
 def test_a_learner_that_falls_silent_is_not_waited_for_and_the_next_one_is_asked() -> None:
     made = offers("a", "b")
     made.offer(("b", 1), 2, 100.0 + SILENCE_SECONDS)
-    made.look(100.0 + SILENCE_SECONDS)
+    made.select_source(100.0 + SILENCE_SECONDS)
     assert made.source == ("b", 1)
-    made.look(100.0 + 2 * SILENCE_SECONDS)
+    made.select_source(100.0 + 2 * SILENCE_SECONDS)
     assert made.source is None
     assert made.settled
     assert not made.held
@@ -91,7 +91,7 @@ def test_a_learner_that_offers_and_sends_nothing_new_is_replaced_and_two_of_them
         now += 1.0
         for name in "ab":  # each goodbye is a sign of life, and an offer
             made.offer((name, 1), 2, now)
-        made.look(now)
+        made.select_source(now)
         asked += [made.source] if made.source not in asked else []
     assert asked == [("a", 1), ("b", 1), None]
     assert now == 100.0 + 2 * STALL_SECONDS
@@ -107,8 +107,8 @@ def test_only_new_chunks_are_progress() -> None:
         made.offer(("b", 1), 2, now)
         made.offer(("a", 1), 2, now)
         if made.source == ("a", 1) and source == "a":
-            made.take(parts[chunk], plan, 3, now)
-        made.look(now)
+            made.add_chunk(parts[chunk], plan, 3, now)
+        made.select_source(now)
         assert made.source == (source, 1)
 
 
@@ -131,19 +131,19 @@ NAN = bytes(30)[:-2] + struct.pack("<H", 0x7FC0)
 def test_from_a_learner_that_sends_what_it_must_not_no_more_is_taken(wrong: Buffers, reason: str) -> None:
     made = offers("a", "b")
     with pytest.raises(Malformed, match=reason):  # noqa: PT012
-        received = made.take(wrong, PLAN, 3, 100.0)
+        received = made.add_chunk(wrong, PLAN, 3, 100.0)
         assert received is not None
         try:
             check(PLAN, received)
         except Malformed as refused:
-            made.checked(str(refused), 100.0)
+            made.record_check(str(refused), 100.0)
             raise
     assert made.source == ("b", 1)
     assert made.failed
     made.offer(("a", 1), 2, 100.1)
     with pytest.raises(Malformed, match="stranger"):
-        made.take(buffers(), PLAN, 3, 100.1)
-    assert made.take(buffers(name="b"), PLAN, 3, 100.2)
+        made.add_chunk(buffers(), PLAN, 3, 100.1)
+    assert made.add_chunk(buffers(name="b"), PLAN, 3, 100.2)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_from_a_learner_that_sends_what_it_must_not_no_more_is_taken(wrong: Buff
 def test_who_was_not_asked_changes_nothing(more: dict[str, Any], reason: str) -> None:
     made = offers("a", "b")
     with pytest.raises(Malformed, match=reason):
-        made.take(buffers(**more), PLAN, 3, 100.0)
+        made.add_chunk(buffers(**more), PLAN, 3, 100.0)
     assert made.source == ("a", 1)
 
 

@@ -25,11 +25,11 @@ def test_an_interval_that_meets_a_merged_one_is_refused_and_changes_nothing() ->
     ledger.report(A, 100)
     ledger.merge(A, 0, 0, 50)
     before = ledger.to_json()
-    assert not ledger.fits(A, 0, 49)
+    assert not ledger.accepts(A, 0, 49)
     with pytest.raises(ValueError, match="already merged"):
         ledger.merge(A, 0, 49, 80)
     assert ledger.to_json() == before
-    assert ledger.fits(A, 0, 50)
+    assert ledger.accepts(A, 0, 50)
 
 
 def test_counters_never_go_back() -> None:
@@ -62,7 +62,7 @@ def test_the_books_survive_a_checkpoint() -> None:
     again.load_json(json.loads(json.dumps(ledger.to_json())))
     assert again.to_json() == ledger.to_json()
     assert again.total() == ledger.total()
-    assert not again.fits(A, 1, 49)
+    assert not again.accepts(A, 1, 49)
 
 
 def test_nothing_stays_pending_once_all_books_are_closed() -> None:

@@ -12,7 +12,7 @@ TYPICAL = 0.5
 
 
 def merged(figures: RunMetrics, now: float, contributors: int = 1, live: int = 1) -> None:
-    figures.merged(now, contributors=contributors, live=live, typical_seconds=TYPICAL, seconds=0.01)
+    figures.record_merge(now, contributors=contributors, live=live, typical_seconds=TYPICAL, seconds=0.01)
 
 
 def summary(figures: RunMetrics) -> dict[str, Any]:
@@ -21,20 +21,20 @@ def summary(figures: RunMetrics) -> dict[str, Any]:
 
 def test_the_runs_clock_starts_with_the_earliest_first_step() -> None:
     figures = RunMetrics(10, steps_between=1.0)
-    figures.stepped(100.0, 0.0)  # it joined and has not stepped yet
+    figures.record_first_step(100.0, 0.0)  # it joined and has not stepped yet
     assert summary(figures)["seconds"] == 0
-    figures.stepped(100.0, 2.0)
-    figures.stepped(101.0, 5.0)
-    figures.stepped(102.0, 1.0)
+    figures.record_first_step(100.0, 2.0)
+    figures.record_first_step(101.0, 5.0)
+    figures.record_first_step(102.0, 1.0)
     assert summary(figures)["seconds"] == 6
 
 
 def test_only_what_a_gap_has_beyond_two_slots_counts_against_the_uptime() -> None:
     figures = RunMetrics(10, steps_between=1.0)
-    figures.stepped(0.5, 0.5)
+    figures.record_first_step(0.5, 0.5)
     for now in (1.0, 2.0, 2.5, 7.5, 10.0):
         merged(figures, now)
-    figures.stepped(10.0, 10.0)
+    figures.record_first_step(10.0, 10.0)
     told = summary(figures)
     assert told["longest_merge_gap_seconds"] == 5
     assert told["seconds_to_first_merge"] == 1
@@ -43,9 +43,9 @@ def test_only_what_a_gap_has_beyond_two_slots_counts_against_the_uptime() -> Non
 
 def test_participation_is_a_share_and_bytes_of_an_all_reduce_follow_the_global_step() -> None:
     figures = RunMetrics(10, steps_between=1.0)
-    figures.reached(3, live=2)
-    figures.reached(3, live=9)
-    figures.reached(5, live=1)
+    figures.record_step(3, live=2)
+    figures.record_step(3, live=9)
+    figures.record_step(5, live=1)
     for contributors, live in ((1, 2), (2, 2), (3, 2), (1, 0)):
         merged(figures, 1.0, contributors, live)
     assert summary(figures)["merge_participation"] == pytest.approx(3.5 / 4)
@@ -60,11 +60,11 @@ def resumed(figures: RunMetrics, now: float) -> RunMetrics:
 
 def test_time_in_which_a_learner_trained_while_the_syncer_was_away_counts_and_so_does_the_gap() -> None:
     figures = RunMetrics(10, steps_between=1.0)
-    figures.stepped(10.0, 10.0)
+    figures.record_first_step(10.0, 10.0)
     for second in range(1, 11):
         merged(figures, float(second))
     again = resumed(figures, now=1000.0)  # another process, another clock
-    again.stepped(1000.0, 30.0)  # 20 s later: this learner has been at work all the time
+    again.record_first_step(1000.0, 30.0)  # 20 s later: this learner has been at work all the time
     merged(again, 1000.0)
     told = summary(again)
     assert told["seconds"] == 30
@@ -76,10 +76,10 @@ def test_time_in_which_a_learner_trained_while_the_syncer_was_away_counts_and_so
 
 def test_a_night_in_which_nobody_trained_does_not_count() -> None:
     figures = RunMetrics(10, steps_between=1.0)
-    figures.stepped(10.0, 10.0)
+    figures.record_first_step(10.0, 10.0)
     merged(figures, 10.0)
     again = resumed(figures, now=5.0)
-    again.stepped(8.0, 1.0)  # a fresh learner, 2 s after the start
+    again.record_first_step(8.0, 1.0)  # a fresh learner, 2 s after the start
     merged(again, 8.0)
     told = summary(again)
     assert told["seconds"] == 13

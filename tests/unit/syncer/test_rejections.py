@@ -14,8 +14,8 @@ from decoupled_diloco.syncer.rejections import (
     NOTICE_SECONDS,
     SENDERS,
     Rejections,
-    sender_of,
-    sentence_of,
+    describe_rejection,
+    sender_from_topic,
 )
 from decoupled_diloco.syncer.telemetry import Telemetry
 from logged import logged
@@ -50,7 +50,7 @@ def test_a_complaint_that_comes_all_the_time_is_logged_ever_more_seldom_with_its
             now += 0.125
         times = [row["times"] for row in events("rejected")]
     assert times == [1, 9, 25, 57, 121, 249, 505]
-    assert teller.rejections() == {"a:late": 600}
+    assert teller.rejection_counts() == {"a:late": 600}
 
 
 def test_one_that_is_taken_ends_the_row_of_its_kind_and_of_no_other() -> None:
@@ -58,11 +58,11 @@ def test_one_that_is_taken_ends_the_row_of_its_kind_and_of_no_other() -> None:
     for t in range(10):
         rejections.rejected(WHO, "delta", "norm: 3", float(t))
         assert not rejections.rejected(WHO, "fetch", "field", float(t)) or t < AGAIN
-        rejections.taken(WHO, "fetch")
-    assert rejections.again(WHO) == "delta norm: 3 (10 in a row)"
+        rejections.accepted(WHO, "fetch")
+    assert rejections.repeated(WHO) == "delta norm: 3 (10 in a row)"
     assert rejections.of(WHO, "fetch") is None
-    rejections.taken(WHO, "delta")
-    assert rejections.again(WHO) == ""
+    rejections.accepted(WHO, "delta")
+    assert rejections.repeated(WHO) == ""
     assert not rejections.rejected(WHO, "delta", "late", 100.0), "it begins anew"
 
 
@@ -83,7 +83,7 @@ def test_invented_senders_cost_bounded_memory() -> None:
     ],
 )
 def test_a_reason_is_told_with_what_is_known_beside_it(reason: str, detail: str, said: str) -> None:
-    assert sentence_of(reason, detail) == said
+    assert describe_rejection(reason, detail) == said
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_a_reason_is_told_with_what_is_known_beside_it(reason: str, detail: str,
     ],
 )
 def test_the_topic_names_the_sender_of_what_cannot_be_read(topic: bytes, sender: tuple[str, str]) -> None:
-    assert sender_of(topic) == sender
+    assert sender_from_topic(topic) == sender

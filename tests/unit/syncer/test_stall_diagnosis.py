@@ -22,7 +22,7 @@ from decoupled_diloco.syncer.stall_diagnosis import (
     StallChange,
     StallMonitor,
     StallReason,
-    reason_of,
+    stall_reason,
 )
 from rich.console import Console
 
@@ -65,7 +65,7 @@ class House:
         return self.rounds.tick(self.now)
 
     def reason(self) -> StallReason | None:
-        return reason_of(self.rounds, self.rejections, self.now)
+        return stall_reason(self.rounds, self.rejections, self.now)
 
     def text(self) -> str:
         reason = self.reason()
@@ -216,7 +216,7 @@ QUORUM = StallReason("quorum", "1 of 2", SURE_SECONDS)
 def looks(
     block: StallMonitor, reason: StallReason | None, seconds: range, progress: object = 0
 ) -> list[tuple[int, StallChange]]:
-    found = [(t, block.look(reason, progress, float(t))) for t in seconds]
+    found = [(t, block.update(reason, progress, float(t))) for t in seconds]
     return [(t, change) for t, change in found if change is not None]
 
 
@@ -243,7 +243,7 @@ def test_what_passes_soon_is_not_told() -> None:
 def test_merges_that_come_again_and_again_are_a_run_that_moves() -> None:
     block = StallMonitor()
     reason = StallReason("answers", "none of a", 10.0)
-    assert [block.look(reason, t // 8, float(t)) for t in range(1000)] == [None] * 1000
+    assert [block.update(reason, t // 8, float(t)) for t in range(1000)] == [None] * 1000
 
 
 def test_another_reason_while_it_is_blocked_changes_the_text_at_once_and_is_no_new_block() -> None:
@@ -257,9 +257,9 @@ def test_another_reason_while_it_is_blocked_changes_the_text_at_once_and_is_no_n
 
 def test_what_the_process_slept_through_does_not_count() -> None:
     block = StallMonitor()
-    block.look(QUORUM, 0, 0.0)
-    block.look(QUORUM, 0, 1.0)
-    assert block.look(QUORUM, 0, 100_000.0) is None
+    block.update(QUORUM, 0, 0.0)
+    block.update(QUORUM, 0, 1.0)
+    assert block.update(QUORUM, 0, 100_000.0) is None
 
 
 @pytest.mark.parametrize("seconds", [1, 100])
