@@ -130,7 +130,7 @@ class ControlHandler:
         """Checked buffers into the model. Malformed if they are refused: then another learner is asked."""
         learner, teller, state = stored.received.last.name, self._parts.teller, served.state
         if stored.refused is not None:
-            self._run.buffers.record_check(f"sent what is refused ({stored.refused})", now)
+            self._run.buffers.record_check(f"sent invalid buffers ({stored.refused})", now)
             raise stored.refused
         self._run.buffers.record_check("", now)
         state.replace_static(learner, stored.moved, stored.static)

@@ -1,4 +1,4 @@
-"""What a run achieved, in README.md's words: uptime, participation, useful share. Pure sums, O(1) memory."""
+"""Run metrics, as README.md defines them: uptime, merge participation, bandwidth. Pure sums, O(1) memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ RECENT_BEATS = 30
 
 @dataclass
 class RunMetrics:
-    """Sums over a run's merges. `parameters` is N, elements of the model.
+    """Sums over a run's merges. `parameters` is N, the number of elements of the model.
 
-    The run's own seconds are counted from its first inner step. That moment moves back whenever a learner proves it to
-    be earlier: learners train on while the syncer is away or hears nothing, and that time must count as well.
+    Run time is counted from the first inner step. That moment moves back whenever a learner reports an earlier one:
+    learners keep training while the syncer is down or disconnected, and that time must count as well.
     """
 
     parameters: int
@@ -30,20 +30,20 @@ class RunMetrics:
     bytes_f32_allreduce: int = 0
     first_merge_seconds: float | None = None
     last_merge_seconds: float | None = None
-    """When, in the run's own seconds; None before there was one."""
+    """In seconds of run time; None before the first merge."""
     first_step_at: float | None = None
     now: float = 0.0
     _t: int = 0
 
     def record_first_step(self, now: float, since_first_step_seconds: float) -> None:
-        """A learner says how long ago its first step began: the run's clock starts with the earliest."""
+        """A learner reports how long ago its first step began; run time starts with the earliest."""
         self.now = now
         if since_first_step_seconds > 0:
             began = now - since_first_step_seconds
             self.first_step_at = began if self.first_step_at is None else min(began, self.first_step_at)
 
     def record_step(self, t: int, live: int) -> None:
-        """Global step `t` with `live` learners: a data-parallel ring would have moved 2 (M - 1) 4 N bytes a step."""
+        """Global step `t` with `live` learners; a data-parallel ring all-reduce moves 2 (M - 1) 4 N bytes per step."""
         if t > self._t:
             self.bytes_f32_allreduce += (t - self._t) * 2 * max(0, live - 1) * 4 * self.parameters
             self._t = t
@@ -76,7 +76,7 @@ class RunMetrics:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Sums that a resumed run goes on with (clock readings do not survive a process)."""
+        """Sums with which a resumed run continues (clock readings are not valid in another process)."""
         rows = {name: getattr(self, name) for name in _SUMS}
         return rows | {"elapsed": self._run_seconds(self.now), "t": self._t}
 

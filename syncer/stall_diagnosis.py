@@ -1,4 +1,4 @@
-"""Why a run does not move, in a sentence. A view: it changes nothing, and no decision rests on it. Pure."""
+"""Stall diagnosis: why a run makes no progress, as a sentence for users. Pure; no decision depends on it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .rejections import Rejections
 from .rounds import OpenCall, Rounds, about_to_begin
 
 SURE_SECONDS = 5.0
-"""How long what lets no round succeed must last: learners that are started together do not come together."""
+"""Minimum duration of a cause that blocks every round: learners that are started together do not join together."""
 STALL_SECONDS = 30.0
-"""The same where learners that are heard take no steps: they may be inside session.global_weights(), or saving."""
+"""The same if learners that are heard take no steps: they may be inside session.global_weights(), or saving."""
 SEED_SECONDS = 30.0
-"""How long no part of version 0 must have come; over a thin line one takes a while."""
+"""The same if no part of version 0 arrives; over a slow link one takes a while."""
 PATIENCE_SECONDS, PATIENCE_ROUNDS = 10.0, 4
-"""How long answers must be missing that might still come: so many usual rounds, but no less than so many seconds."""
+"""The same if answers are missing that may still come: this many usual rounds, but at least this many seconds."""
 REPEAT_SECONDS, LONGEST_REPEAT_SECONDS = 30.0, 600.0
-"""When a run that is still blocked is reported again, at first and at the most; doubled each time."""
+"""Interval between reports of a run that stays blocked, initial and longest; doubled each time."""
 NAMES = 8
-"""So many learners are named in one sentence."""
+"""Most learners named in one sentence."""
 
 
 @dataclass(frozen=True)
 class StallReason:
-    """What the run waits for. It blocks the run if it lasts longer than `patience_seconds` without a merge."""
+    """What the run is waiting for. The run is blocked if this lasts `patience_seconds` without a merge."""
 
     kind: Literal["broker", "seed", "quorum", "answers"]
     text: str
@@ -36,7 +36,7 @@ class StallReason:
 
 
 def stall_reason(rounds: Rounds, rejections: Rejections, now: float) -> StallReason | None:
-    """What a run with a model waits for beside time; None where nothing is amiss."""
+    """What a seeded run is waiting for, other than time; None if nothing is wrong."""
     if rounds.paused or rounds.state == "drained":
         return None
     able, quorum = rounds.may_answer(), rounds.settings.quorum
@@ -72,13 +72,13 @@ def _absence(member: Member, rejections: Rejections, now: float) -> str:
     elif member.state == "stalled":
         sentence = f"{member.name} has taken no step for {last_step + now - member.heard_at:.0f} s"
     else:
-        sentence = f"{member.name} has made no two steps since it joined {now - member.joined_at:.0f} s ago"
+        sentence = f"{member.name} has not completed two steps since it joined {now - member.joined_at:.0f} s ago"
     rejected = rejections.of(member.who, "alive")
     return f"{sentence}, and what it reports is rejected, {rejected.sentence}" if rejected else sentence
 
 
 def _unanswered(rounds: Rounds, rejections: Rejections, call: OpenCall) -> str:
-    """What became of the answers to this call."""
+    """The state of the answers to this call."""
     counted = {who for who, answer in call.answers.items() if rounds.counts(answer)}
     count = (
         f"fragment {call.fragment} has {len(counted)} of the {rounds.settings.quorum} answers that --quorum asks for, "
@@ -95,9 +95,9 @@ def _unanswered(rounds: Rounds, rejections: Rejections, call: OpenCall) -> str:
 
 
 def _wrong(member: Member, rejections: Rejections, call: OpenCall) -> str:
-    """Why what this learner answers does not count, or would not; '' where it only does not answer."""
+    """Why the answers of this learner do not count, or would not; '' if it simply has not answered."""
     if member.alive is not None and member.alive.local_steps and not member.tokens:
-        return "count for nothing, as 0 tokens are reported: session.step(tokens=...) must count what is trained on"
+        return "do not count, because 0 tokens are reported: session.step(tokens=...) must count what is trained on"
     if member.who in call.answers:
         return "cover more tokens than were reported"
     rejected = rejections.of(member.who, "delta")
@@ -119,37 +119,37 @@ def _names(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class StallChange:
-    """What is to be reported: the run is blocked (again, after a while: it still is), or moves again."""
+    """A change to report: the run is blocked (repeated while it stays so), or makes progress again."""
 
     kind: Literal["blocked", "unblocked"]
     seconds: float
-    """How long it has not moved."""
+    """How long there has been no progress."""
     text: str = ""
 
 
 class StallMonitor:
-    """Whether the run moves, and when that is to be reported. To be looked at once a beat."""
+    """Tracks whether the run makes progress, and when to report that. Updated once per beat."""
 
     def __init__(self) -> None:
         self.text = ""
-        """Why the run does not move; '' while it does."""
+        """Why the run makes no progress; '' while it does."""
         self.seconds = 0.0
-        """How long there has been a reason for that, without a merge."""
+        """How long that reason has lasted without a merge."""
         self._reason: StallReason | None = None
         self._progress: object = None
-        self._looked_at: float | None = None
+        self._updated_at: float | None = None
         self._reports: Repeats | None = None
         """On the scale of `seconds`; None while the run is not blocked."""
 
     def update(self, reason: StallReason | None, progress: object, real: float) -> StallChange | None:
-        """Take what the run waits for now; what is to be reported, if anything is.
+        """Update with what the run is waiting for now; returns the change to report, if any.
 
-        progress: anything that differs once the run has moved. real: seconds of a clock that never stops; what this
-        process itself slept through counts as two beats.
+        progress: any value that changes with the run's progress. real: seconds of a clock that never stops; a time in
+        which this process was suspended counts as two beats.
         """
-        passed = 0.0 if self._looked_at is None else min(real - self._looked_at, 2 * BEAT_SECONDS)
+        passed = 0.0 if self._updated_at is None else min(real - self._updated_at, 2 * BEAT_SECONDS)
         moved, known = progress != self._progress, self._reason
-        self._looked_at, self._progress, self._reason = real, progress, reason
+        self._updated_at, self._progress, self._reason = real, progress, reason
         blocked, seconds = self._reports is not None, self.seconds + passed
         if moved:
             self.text, self.seconds, self._reports = "", 0.0, None
@@ -159,7 +159,7 @@ class StallMonitor:
             return None
         self.seconds = seconds
         if reason is None or (not blocked and seconds < reason.patience_seconds):
-            self.text = ""  # of a blocked run: it is about to move
+            self.text = ""  # if the run was blocked, it is about to continue
             return None
         self.text = reason.text
         self._reports = self._reports or Repeats(REPEAT_SECONDS, LONGEST_REPEAT_SECONDS)

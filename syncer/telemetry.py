@@ -1,4 +1,4 @@
-"""What the syncer tells people: Redis hashes and events, log lines, summary.json. It decides nothing."""
+"""Telemetry: publishes run status to Redis, the log and summary.json. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..common.config import RunSettings
 from ..common.registry import Registry
 from ..common.silence import Repeats
 
-if TYPE_CHECKING:  # a syncer tells of what it hears before it has loaded torch
+if TYPE_CHECKING:  # the syncer reports events before it has loaded torch
     from .global_model import GlobalModel, MergeResult
     from .membership import Member
     from .metrics import RunMetrics
     from .rounds import Merge, Rounds
 
 REJECT_LOG_SECONDS = 1.0
-"""The same complaint about the same learner is logged again after so long, then ever more seldom; all are counted."""
+"""Initial interval between log lines on the same rejection of the same learner; it doubles. All are counted."""
 
 
 class Telemetry:
-    """Writes to the registry and the log with the same fields."""
+    """Writes to the registry and the log, with the same fields."""
 
     def __init__(self, registry: Registry, log: Any, run: str) -> None:
         self.registry, self.log, self._run = registry, log, run
@@ -33,7 +33,7 @@ class Telemetry:
         self._began_at = time.time()
 
     def event(self, kind: str, /, **fields: Any) -> None:
-        """One event, one log line, one entry of the stream."""
+        """One event: a log line and an entry of the Redis stream."""
         self.log.info(kind, **fields)
         self.registry.event(kind, **fields)
 
@@ -42,9 +42,9 @@ class Telemetry:
         self.registry.event(kind, **fields)
 
     def reject(self, learner: str, reason: str, **fields: Any) -> None:
-        """Count a message that was not taken, and say so, ever more seldom for the same complaint."""
+        """Count a rejected message and log it, at increasing intervals for the same reason."""
         key, now = (learner, reason), time.monotonic()
-        if len(self.rejected) > 10_000:  # invented names must not fill the memory
+        if len(self.rejected) > 10_000:  # invented names must not fill memory
             self.rejected.clear()
             self._reports.clear()
         self.rejected[key] += 1
@@ -66,7 +66,7 @@ class Telemetry:
         )  # fmt: skip
 
     def publish_fragments(self, state: GlobalModel, t: int) -> None:
-        """All fragments as they are, after a start or a resume."""
+        """All fragments, after a start or a resume."""
         for f in state.plan.fragments:
             self.registry.publish_fragment(
                 f.index, version=state.versions[f.index], step=t, contributors=0, tokens=0, delta_norm=0.0,
@@ -74,19 +74,19 @@ class Telemetry:
             )  # fmt: skip
 
     def publish_waiting(self, settings: RunSettings, phase: str, epoch: int, block: Mapping[str, Any]) -> None:
-        """A run that has no version 0 yet."""
+        """The status of a run that has no version 0 yet."""
         self.publish_run({"run": settings.run, "state": phase, "epoch": epoch, "step": 0, "steps_total": settings.steps,
                   "quorum": settings.quorum, "learners_live": 0, **block})  # fmt: skip
 
     def rejection_counts(self) -> dict[str, int]:
-        """How many messages were not taken, by `learner:reason`."""
+        """Number of rejected messages, by `learner:reason`."""
         return {f"{name}:{reason}": times for (name, reason), times in sorted(self.rejected.items())}
 
     def publish_run(self, figures: Mapping[str, Any]) -> None:
         self.registry.publish_run(started_at=round(self._began_at, 3), **figures)
 
     def publish_learner(self, member: Member, rounds: Rounds, now: float, *, rejected_reason: str = "") -> None:
-        """One learner's hash and its place in the list of who is here."""
+        """One learner's hash and its entry in the sorted set of learners."""
         alive, account, lives = member.alive, rounds.ledger.account(member.name), rounds.members.lives.of(member.name)
         seen = time.time() - (now - member.heard_at)
         self.registry.publish_learner(
@@ -104,7 +104,7 @@ class Telemetry:
 
 
 def learner_rows(rounds: Rounds) -> list[dict[str, Any]]:
-    """One row a learner name: what all its incarnations did together."""
+    """One row per learner name: the sum of all its incarnations."""
     rows = []
     for name in sorted({*rounds.ledger.names(), *rounds.members.by_name}):
         member, account = rounds.members.by_name.get(name), rounds.ledger.account(name)
@@ -125,7 +125,7 @@ def learner_rows(rounds: Rounds) -> list[dict[str, Any]]:
 
 
 def run_figures(rounds: Rounds, figures: RunMetrics, state: str, now: float) -> dict[str, Any]:
-    """The run in numbers, as `dd:RUN:run` and summary.json carry it."""
+    """The run's figures, as published in `dd:RUN:run` and summary.json."""
     total, t, settings = rounds.ledger.total(), rounds.step(now), rounds.settings
     live, able = len(rounds.members.live()), rounds.may_answer()
     lives = rounds.members.lives.total()
@@ -153,7 +153,7 @@ def run_figures(rounds: Rounds, figures: RunMetrics, state: str, now: float) -> 
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """summary.json, whole or not at all."""
-    aside = path.with_name(path.name + ".part")
-    aside.write_text(json.dumps(summary, indent=1) + "\n")
-    aside.replace(path)
+    """Write summary.json atomically."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(summary, indent=1) + "\n")
+    temporary.replace(path)

@@ -100,7 +100,7 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
         assert "those of c are rejected" in status["run"]["blocked"]
         assert "norm: 1" in status["run"]["blocked"]
         assert status["learners"]["c"]["rejected_reason"].startswith("delta norm: ")
-        assert status["learners"]["c"]["rejected"] >= rejections.AGAIN
+        assert status["learners"]["c"]["rejected"] >= rejections.REPEATED
         assert status["learners"]["a"]["rejected_reason"] == ""
         notice = learners[2].wait(Welcome, lambda w: w.verdict == "notice")
         assert "delta norm" in notice.reason
@@ -119,7 +119,7 @@ def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypat
 
         def told() -> Any:
             notices = [m for m in learners[0].heard if isinstance(m, Welcome) and m.verdict == "notice"]
-            return notices if "those of a, b count for nothing, as 0 tokens are reported" in block.text else []
+            return notices if "those of a, b do not count, because 0 tokens are reported" in block.text else []
 
         [notice] = wait_for(trains(learners, {}, told), "both hear why")
         assert "empty: it covers 0 tokens" in notice.reason

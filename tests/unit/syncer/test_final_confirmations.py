@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from decoupled_diloco.common.wire import GOODBYE_REASONS
 from decoupled_diloco.syncer.final_confirmations import (
-    AWAITED,
+    MAX_EXPECTED,
     NAMES,
     OTHER_MODEL,
     SILENT,
@@ -67,15 +67,15 @@ def test_another_process_of_the_same_name_confirms_nothing() -> None:
     awaited.record_request(("a", 2), 5.0)
     assert awaited.missing == {"a": SILENT}
     assert awaited.pending
-    assert awaited.asked_at == float("-inf")
+    assert awaited.requested_at == float("-inf")
 
 
 def test_only_a_learner_that_is_awaited_lengthens_the_wait_by_what_it_fetches() -> None:
     awaited = awaiting(("a", 1))
     awaited.record_request(("stranger", 1), 10.0)
-    assert awaited.asked_at == float("-inf")
+    assert awaited.requested_at == float("-inf")
     awaited.record_request(("a", 1), 11.0)
-    assert awaited.asked_at == 11.0
+    assert awaited.requested_at == 11.0
 
 
 def test_the_wait_starts_again_with_each_request_and_has_an_end_all_the_same() -> None:
@@ -95,9 +95,9 @@ def test_the_wait_starts_again_with_each_request_and_has_an_end_all_the_same() -
 
 def test_names_that_are_made_up_without_end_take_no_memory_without_end() -> None:
     awaited = awaiting(("live", 1))
-    for number in range(AWAITED + 100):
+    for number in range(MAX_EXPECTED + 100):
         awaited.expect([(f"n{number}", 1)])
-    assert len(awaited.missing) == AWAITED
+    assert len(awaited.missing) == MAX_EXPECTED
     assert "live" in awaited.missing
     awaited.expect([("live", 2)])
     awaited.record_goodbye(("live", 2), "finished", FINAL, FINAL)
@@ -106,6 +106,6 @@ def test_names_that_are_made_up_without_end_take_no_memory_without_end() -> None
 
 def test_only_the_first_few_are_named() -> None:
     assert describe_missing({"a": "failed", "b": SILENT}) == "a (failed), b (no goodbye)"
-    sentence = describe_missing({f"n{number:03}": SILENT for number in range(AWAITED)})
+    sentence = describe_missing({f"n{number:03}": SILENT for number in range(MAX_EXPECTED)})
     assert sentence.count("(") == NAMES
-    assert sentence.endswith(f"n007 (no goodbye) and {AWAITED - NAMES} more")
+    assert sentence.endswith(f"n007 (no goodbye) and {MAX_EXPECTED - NAMES} more")

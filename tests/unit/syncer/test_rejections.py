@@ -9,9 +9,9 @@ import pytest
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.syncer.rejections import (
-    AGAIN,
     LONGEST_NOTICE_SECONDS,
     NOTICE_SECONDS,
+    REPEATED,
     SENDERS,
     Rejections,
     describe_rejection,
@@ -27,7 +27,7 @@ def test_the_third_in_a_row_is_told_to_its_sender_and_then_ever_more_seldom() ->
     rejections = Rejections()
     told = [t for t in range(4000) if rejections.rejected(WHO, "alive", "field: loss", float(t))]
     pauses = [later - sooner for sooner, later in pairwise(told)]
-    assert told[0] == AGAIN - 1
+    assert told[0] == REPEATED - 1
     assert pauses[0] == NOTICE_SECONDS
     assert pauses == [min(LONGEST_NOTICE_SECONDS, NOTICE_SECONDS * 2**k) for k in range(len(pauses))]
 
@@ -57,7 +57,7 @@ def test_one_that_is_taken_ends_the_row_of_its_kind_and_of_no_other() -> None:
     rejections = Rejections()
     for t in range(10):
         rejections.rejected(WHO, "delta", "norm: 3", float(t))
-        assert not rejections.rejected(WHO, "fetch", "field", float(t)) or t < AGAIN
+        assert not rejections.rejected(WHO, "fetch", "field", float(t)) or t < REPEATED
         rejections.accepted(WHO, "fetch")
     assert rejections.repeated(WHO) == "delta norm: 3 (10 in a row)"
     assert rejections.of(WHO, "fetch") is None
@@ -78,7 +78,7 @@ def test_invented_senders_cost_bounded_memory() -> None:
     [
         ("norm", "norm: 3, too long", "norm: 3, too long"),
         ("checksum", "checksum", "checksum"),
-        ("late", "late", "late: its call was closed when it came"),
+        ("late", "late", "late: its call was closed when it arrived"),
         ("unreported", "", "unreported: it covers more tokens than its sender has reported"),
     ],
 )

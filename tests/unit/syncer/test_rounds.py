@@ -686,7 +686,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert account.reported == account.merged + account.pending + account.lost
             assert min(account.reported, account.merged, account.pending, account.lost) >= 0
         for (who, p), spans in self.merged.items():
-            book = ledger._books.get(who)
+            book = ledger._open.get(who)
             if book is not None:
                 assert book.merged[p] == sum(end - begin for begin, end in spans)
 

@@ -118,8 +118,8 @@ def test_the_first_steps_of_newcomers_are_waited_for_before_that_is_told() -> No
         house.hear(name, step_seconds=0.0)
     assert house.reason() is None
     house.now += 10.0
-    assert house.text().endswith("a has made no two steps since it joined 60 s ago; b has made no two steps since it "
-                                 "joined 60 s ago")  # fmt: skip
+    assert house.text().endswith("a has not completed two steps since it joined 60 s ago; "
+                                 "b has not completed two steps since it joined 60 s ago")  # fmt: skip
 
 
 def test_one_of_three_whose_answers_are_rejected_at_a_quorum_of_three_is_named_with_the_reason() -> None:
@@ -151,7 +151,7 @@ def test_that_no_learner_reports_tokens_is_told_whether_they_answer_or_not(answe
     for name in "ab" if answering else "":
         assert house.answer(name, tokens_to=0) == "empty"
         house.reject(name, "delta", "empty", times=3)
-    assert "; those of a, b count for nothing, as 0 tokens are reported: session.step(tokens=...)" in house.text()
+    assert "; those of a, b do not count, because 0 tokens are reported: session.step(tokens=...)" in house.text()
 
 
 def test_merges_that_give_nothing_usable_are_told() -> None:
