@@ -1,1 +1,1 @@
-"""The ground floor: names, settings, wire, codec, sockets, registry, log and errors that at least two parts share."""
+"""Modules that at least two parts share: settings, errors, wire, codec, fragments, sockets, registry, log."""

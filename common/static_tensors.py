@@ -1,7 +1,7 @@
-"""The static tensors that training has changed, as one payload: which they are, then their bytes.
+"""Payload format of the static tensors that training has changed: a bit map of the tensors, then their values.
 
-ceil(n / 8) bytes   bit i (lowest first) is set if static tensor i of the layout's n is here
-the rest            the values of those tensors, little endian, one after the other in layout order
+ceil(n / 8) bytes   bit i (lowest first) is set if static tensor i of the layout's n is included
+the rest            the values of those tensors, little endian, concatenated in layout order
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from .fragments import Layout
 
 
 def sizes(layout: Layout) -> range:
-    """How many bytes a payload may have, from no tensor to all of them."""
+    """Permitted payload sizes in bytes, from no tensor to all of them."""
     head = _head(layout)
     return range(head, head + layout.static_bytes + 1)
 
 
 def pack(layout: Layout, moved: Mapping[int, bytes]) -> bytes:
-    """The payload with these values, by index into `layout.static`."""
+    """The payload with the values in `moved`, by index into `layout.static`."""
     marks = bytearray(_head(layout))
     for index in moved:
         marks[index // 8] |= 1 << index % 8
@@ -27,7 +27,7 @@ def pack(layout: Layout, moved: Mapping[int, bytes]) -> bytes:
 
 
 def unpack(layout: Layout, payload: memoryview) -> dict[int, memoryview]:
-    """The values in `payload`, by index into `layout.static`; Malformed if it is not as long as what it names."""
+    """The values in `payload`, by index into `layout.static`; Malformed if its length does not match its bit map."""
     offset, moved = _head(layout), {}
     marks = payload[:offset]
     for index, spec in enumerate(layout.static):
@@ -41,7 +41,7 @@ def unpack(layout: Layout, payload: memoryview) -> dict[int, memoryview]:
 
 
 def replaced(layout: Layout, static: bytes, moved: Mapping[int, bytes | memoryview]) -> bytes:
-    """The static part `static` with `moved` in the place of what stood there."""
+    """The static tensors `static`, with the values in `moved` replaced."""
     parts, offset = [], 0
     for index, spec in enumerate(layout.static):
         parts.append(moved.get(index, static[offset : offset + spec.bytes]))

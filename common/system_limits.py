@@ -1,5 +1,5 @@
-"""Limits of the operating system: open files and threads. They are tried before ZeroMQ opens a socket, since libzmq
-aborts the whole process where the system refuses it one of them.
+"""Limits of the operating system on open files and threads. They are checked before ZeroMQ opens sockets, since libzmq
+aborts the whole process when the system refuses it a file or a thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ except ImportError:  # Windows has no such limits
 from .errors import LimitReached
 
 SPARE_FILES = 8
-"""Beside sockets: a log file, a tape, a host name's look-up, a module that is loaded late."""
+"""For other needs than sockets: a log file, a tape, a host name's resolution, a module imported late."""
 NO_THREAD = "can't start new thread"
-"""What Python says of it, in a RuntimeError."""
+"""Python's text for it, in a RuntimeError."""
 
 
 def check_room(who: str, *, files: int, threads: int) -> None:
-    """LimitReached, naming the limit, unless this process may open so many more files and start so many threads."""
+    """Raises LimitReached, naming the limit, unless this process can open `files` more files and start `threads` more
+    threads.
+    """
     files += SPARE_FILES
     opened: list[int] = []
     try:
@@ -49,8 +51,8 @@ def check_room(who: str, *, files: int, threads: int) -> None:
 
 
 def limit_of(wrong: BaseException) -> str:
-    """A sentence about the limit that `wrong` comes from; "" if it comes from none."""
-    number = getattr(wrong, "errno", None)  # ZeroMQ's errors have one, too
+    """A sentence that names the limit behind the error `wrong`; "" if no limit caused it."""
+    number = getattr(wrong, "errno", None)  # ZeroMQ's errors have it, too
     if number in (errno.EMFILE, errno.ENFILE):
         return _files_sentence()
     no_process = isinstance(wrong, BlockingIOError) and wrong.filename is None
@@ -60,7 +62,7 @@ def limit_of(wrong: BaseException) -> str:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as its user may have: for one that serves any number of connections."""
+    """Raise this process's limit of open files to the hard limit. For processes that serve many connections."""
     if resource is not None:
         with suppress(OSError, ValueError):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -74,7 +76,7 @@ def _files_sentence() -> str:
 def _threads_sentence() -> str:
     return (
         f"its user may have {_limit('RLIMIT_NPROC')} processes and threads at a time (ulimit -u), and a container has "
-        "a limit of its own; raise the one that is reached"
+        "its own limit; raise the one that is reached"
     )
 
 

@@ -1,8 +1,8 @@
-"""Every message that travels, as a frozen dataclass with its frames beside it. docs/protocol.md is tested against this.
+"""Wire format: every message as a frozen dataclass, with its encoding to frames. docs/protocol.md is tested against it.
 
 Frames: [topic][header: one msgpack map][at most one payload frame]. The topic is RUN "/" KIND "/" DETAIL "/"; the last
-delimiter matters, since subscriptions match prefixes. Everything is checked by `decode` before anybody uses it; what
-does not pass raises Malformed, whose `reason` is counted. No pickle, no extension types, no nesting deeper than 4.
+delimiter matters, since subscriptions match prefixes. `decode` checks every field before any use and raises Malformed,
+whose `reason` receivers count. No pickle, no extension types, no nesting deeper than 4.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .errors import Malformed
 from .fragments import Layout, tensor_from_wire
 
 PROTOCOL = 2
-"""Both sides must speak the same; it stands in every header as `protocol`."""
+"""Version of the wire format, in every header as `protocol`; both sides must use the same."""
 MAX_COUNT = 2**53
-"""Largest integer any counter may have: exact in every language that reads Redis."""
+"""Largest value of a counter: exact as a double, which some readers of Redis use for numbers."""
 MAX_SECONDS = 1e12
 MAX_LOSS = 1e15
-"""Largest seconds and losses that travel. Senders bring their own figures into these ranges: none costs a message."""
+"""Largest durations and losses in a message. Senders clamp their figures, so that none makes a message invalid."""
 GOODBYE_REASONS = ("finished", "left", "stopped", "diverged", "failed")
 MAX_CALLS = 1_000
 """Open calls in one Beat."""
 LAYOUT_STEP_BYTES, LAYOUT_ROW_BYTES, LAYOUT_BYTES = 2**14, 2**16, 2**25
-"""A Hello's layout is inflated in steps; one tensor with all its names takes no more than a row's bytes, and the whole
-no more than the last figure: a message may inflate to a thousand times its size."""
+"""A Hello's layout is inflated in steps, with limits for one tensor with all its names and for the whole layout: zlib
+can inflate a message to a thousand times its size."""
 MAX_NAMES = 1024
-"""Under so many names one tensor may stand."""
+"""Most names of one tensor (tied weights have several)."""
 FETCH_WINDOW = 16
-"""Chunks that one asker may have in flight."""
+"""Most chunks of one Fetch, and in flight to one requester."""
 
 
 class Plane(Enum):
@@ -46,9 +46,9 @@ class Plane(Enum):
     BULK = 1
 
 
-# --- what a field may hold -------------------------------------------------------------------------------------------
+# --- checks of fields ------------------------------------------------------------------------------------------------
 Check = Callable[[Any], Any]
-"""Takes what msgpack gave, returns what the dataclass holds, raises ValueError."""
+"""Converts a value from msgpack to the field's value; raises ValueError if it is not permitted."""
 
 
 def _whole(low: int = 0, high: int = MAX_COUNT) -> Check:
@@ -131,14 +131,14 @@ def _scalars(limit: int) -> Check:
             if type(key) is not str or len(key) > 64 or type(v) not in (str, int, float, bool):
                 raise ValueError("must map short text to scalars")
             if type(v) is str and len(v) > 4096:
-                raise ValueError("has a text that is too long")
+                raise ValueError("has a text of more than 4096 characters")
         return value
 
     return check
 
 
 def _part(cls: type[Any]) -> Check:
-    """A message inside another one (open calls inside a Beat), as its map of fields."""
+    """A message nested in another one as a map of its fields (open calls in a Beat)."""
 
     def check(value: Any) -> Any:
         if isinstance(value, cls):
@@ -163,7 +163,7 @@ def _f(check: Check, **more: Any) -> Any:
 # --- messages --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What all messages share. `sequence` numbers a publisher's messages of one KIND; receivers count the gaps."""
+    """Base of all messages. `sequence` numbers a publisher's messages of one KIND; receivers count the gaps."""
 
     KIND: ClassVar[str] = ""
     PLANE: ClassVar[Plane] = Plane.CONTROL
@@ -171,7 +171,7 @@ class Message:
 
     run: str = _f(_name)
     sequence: int = _f(_count, default=0)
-    """0 = not numbered (Welcome, Keyframe: not everybody receives every one)."""
+    """0 = not numbered (Welcome, Keyframe: each goes to a part of the subscribers)."""
 
     def topic(self) -> bytes:
         """RUN/KIND/, then FRAGMENT/ and NAME/ where the message has them; a learner's topics end with its name."""
@@ -183,25 +183,27 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Message):
-    """A bulk message: one chunk of at most CHUNK_BYTES of a larger payload."""
+    """Base of bulk messages: each carries one chunk, of at most CHUNK_BYTES, of a larger payload."""
 
     PLANE: ClassVar[Plane] = Plane.BULK
     HAS_PAYLOAD: ClassVar[bool] = True
 
     fragment: int = _f(_fragment)
     size: int = _f(_whole(0, 2**42))
-    """Bytes of the whole payload, all chunks together."""
+    """Bytes of the whole payload, over all chunks."""
     chunk: int = _f(_whole(0, 2**22))
     chunks: int = _f(_whole(1, 2**22))
     crc: int = _f(_whole(0, 2**32 - 1))
     """CRC-32 of this chunk's payload."""
     payload: bytes | memoryview = b""
-    """Travels as the third frame, not in the header."""
+    """Sent as the third frame, not in the header."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call(Message):
-    """Syncer -> all: whoever has stepped since it last adopted or captured this fragment, answer with a Delta."""
+    """Syncer -> all: a request for a Delta from each learner that stepped since it last adopted or captured this
+    fragment.
+    """
 
     KIND: ClassVar[str] = "call"
 
@@ -214,14 +216,14 @@ class Call(Message):
     """The fragment's current version, v; the merge will make v + 1."""
     attempt: int = _f(_whole(1))
     contributors: tuple[tuple[str, int], ...] = _f(_list(_tuple(_name, _incarnation), 10_000), default=())
-    """(name, incarnation) of those merged into v: one that has not adopted v must fetch it before it answers."""
+    """(name, incarnation) of the learners merged into v. One of them must adopt v before it answers."""
     received: tuple[str, ...] = _f(_list(_name, 10_000), default=())
-    """Whose answers to this attempt are complete; the others resend theirs."""
+    """Learners whose answers to this attempt are complete; the others send theirs again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat(Message):
-    """Syncer -> all, each second, on both planes, under `_/beat/RUN/`: all that a joiner must know."""
+    """Syncer -> all, each second, on both planes, under `_/beat/RUN/`: all that a joining process needs to know."""
 
     KIND: ClassVar[str] = "beat"
 
@@ -229,13 +231,13 @@ class Beat(Message):
     state: str = _f(_one_of("waiting", "seeding", "running", "draining", "finished", "stopping"))
     t: int = _f(_count)
     steps: int = _f(_count)
-    """T."""
+    """T, the run's number of global steps."""
     step_seconds: float = _f(_seconds)
-    """Typical seconds of an inner step (lower median over live learners); 0 = not known yet."""
+    """Typical seconds of an inner step: the lower median over live learners; 0 = not known yet."""
     versions: tuple[int, ...] = _f(_list(_version, MAX_FRAGMENTS), default=())
     """Current version of each fragment; empty until the run is seeded."""
     calls: tuple[Call, ...] = _f(_list(_part(Call), MAX_CALLS), default=())
-    """Every open call, again."""
+    """All open calls, repeated for learners that missed a Call."""
     settings: dict[str, Any] = _f(_scalars(64), default_factory=dict)
     """RunSettings."""
     task: dict[str, Any] = _f(_scalars(64), default_factory=dict)
@@ -246,11 +248,11 @@ class Beat(Message):
     model_hash: str = _f(_digest, default="")
     """sha256 over all final fragments; set when finished."""
     buffer_source: tuple[str, int] | None = _f(_or_none(_tuple(_name, _incarnation)), default=None)
-    """(name, incarnation) of the learner that is asked for its Buffers, once finished."""
+    """(name, incarnation) of the learner requested to send its Buffers, after the end of the run."""
     buffers_held: bool = _f(_flag, default=False)
-    """The final model has its buffers: no learner need wait to be asked."""
+    """The final model has its buffers, so no learner needs to wait for a request."""
     syncer: int = _f(_whole(0))
-    """Random number of the syncer process: a Beat of another one with a higher epoch supersedes it."""
+    """Random number of the syncer process. A Beat with another number and a higher epoch supersedes this syncer."""
 
     def topic(self) -> bytes:
         return beat_topic(self.run)
@@ -258,7 +260,9 @@ class Beat(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
-    """Learner or observer -> syncer, repeated until a Welcome comes. The payload is the layout, as msgpack."""
+    """Learner or observer -> syncer: a request to join, repeated until a Welcome arrives. The payload is the model's
+    layout (`pack_layout`).
+    """
 
     KIND: ClassVar[str] = "hello"
     HAS_PAYLOAD: ClassVar[bool] = True
@@ -272,13 +276,13 @@ class Hello(Message):
     host: str = _f(_text(255), default="")
     pid: int = _f(_whole(0, 2**31), default=0)
     bulk_proven: bool = _f(_flag)
-    """The broker's subscription was read on the bulk uplink: deltas will not be lost silently."""
+    """The sender has read the broker's subscription on its bulk socket, so that deltas will not be lost silently."""
     payload: bytes | memoryview = b""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Welcome(Message):
-    """Syncer -> one learner: the answer to its Hello, and at any time an order (reset) or a warning (notice)."""
+    """Syncer -> one learner: the answer to its Hello, or at any time a command (reset) or a warning (notice)."""
 
     KIND: ClassVar[str] = "welcome"
 
@@ -286,52 +290,52 @@ class Welcome(Message):
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
     verdict: str = _f(_one_of("welcome", "wait", "seed", "refused", "finished", "reset", "notice"))
-    """wait: ask again (being seeded, or the name's old holder is not silent yet). seed: send version 0.
-    reset: drop what waits and fetch every fragment anew. notice: `reason` says which messages are rejected and why;
-    nothing is to be done by the program."""
+    """wait: say Hello again later, since the run is being seeded or the name's previous holder is not silent yet.
+    seed: send version 0. reset: drop all pending work and fetch every fragment again. notice: `reason` says which
+    messages are rejected and why; the learner only logs it."""
     reason: str = _f(_text(1000), default="")
     fragments: int = _f(_whole(0, MAX_FRAGMENTS), default=0)
-    """P."""
+    """P, the number of fragments."""
     plan_digest: str = _f(_digest, default="")
     missing: tuple[int, ...] = _f(_list(_fragment, MAX_FRAGMENTS), default=())
-    """With verdict seed: fragments (P = the static part) that are not complete yet."""
+    """With verdict seed: fragments that are not complete yet (P = the static tensors)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
-    """Learner -> syncer, each second: cumulative counters since its own start."""
+    """Learner -> syncer, each second: counters, cumulative since the learner's start."""
 
     KIND: ClassVar[str] = "alive"
 
     name: str = _f(_name)
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
-    """Of the versions below."""
+    """Epoch of the versions below."""
     local_steps: int = _f(_count)
     tokens: int = _f(_count)
     step_seconds: float = _f(_seconds)
-    """EMA of the inner step; 0 = no step timed yet (the first after a join is left out)."""
+    """EMA of the duration of an inner step; 0 = no step timed yet (the first after a join is not timed)."""
     last_step_age_seconds: float = _f(_seconds)
     inner_seconds: float = _f(_seconds)
-    """Inside inner steps, since the first one began."""
+    """Time in inner steps since the first one began."""
     session_seconds: float = _f(_seconds)
-    """Inside session calls, since the first inner step began: what the product costs the training thread."""
+    """Time in session calls since the first inner step began: the cost to the training thread."""
     since_first_step_seconds: float = _f(_seconds)
     loss: float | None = _f(_or_none(_real(-MAX_LOSS, MAX_LOSS)), default=None)
     versions: tuple[int, ...] = _f(_list(_version, MAX_FRAGMENTS), default=())
     """Adopted version of each fragment."""
     digests: tuple[str, ...] = _f(_list(_text(16), MAX_FRAGMENTS), default=())
-    """First 16 hex digits of sha256 of each received public fragment, at `digest_versions`."""
+    """First 16 hex digits of the sha256 of each received public fragment, at `digest_versions`."""
     digest_versions: tuple[int, ...] = _f(_list(_version, MAX_FRAGMENTS), default=())
     bytes_up: int = _f(_count, default=0)
     bytes_down: int = _f(_count, default=0)
     gaps: int = _f(_count, default=0)
-    """Messages that did not arrive, by the numbers of those that did."""
+    """Messages that did not arrive, counted by gaps in the sequence numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodbye(Message):
-    """Learner -> syncer: it leaves. After Finished this is the acknowledgement."""
+    """Learner -> syncer: it leaves. After the end of the run it confirms that it holds the final model."""
 
     KIND: ClassVar[str] = "goodbye"
 
@@ -342,12 +346,12 @@ class Goodbye(Message):
     tokens: int = _f(_count)
     model_hash: str = _f(_digest, default="")
     buffers: int | None = _f(_or_none(_count), default=0)
-    """After the end of a run: static tensors that training has changed here; None = not known yet."""
+    """After the end of a run: the number of static tensors that training has changed here; None = not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch(Message):
-    """Learner or observer -> syncer: send these chunks (again)."""
+    """Learner or observer -> syncer: a request for chunks, for the first time or again."""
 
     KIND: ClassVar[str] = "fetch"
 
@@ -357,15 +361,15 @@ class Fetch(Message):
     what: str = _f(_one_of("update", "keyframe", "initial"))
     """update: the last Update of the fragment. keyframe: its current f32 values. initial: version 0."""
     fragment: int = _f(_fragment)
-    """P = the static part (what = keyframe)."""
+    """P = the static tensors (what = keyframe)."""
     version: int = _f(_version)
-    """The version wanted; a keyframe of a newer one may come instead."""
+    """The requested version; a keyframe of a newer version may be sent instead."""
     chunks: tuple[int, ...] = _f(_list(_whole(0, 2**22), FETCH_WINDOW))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delta(Chunked):
-    """Learner -> syncer: the outer gradient of one fragment, and which of the learner's own work it covers."""
+    """Learner -> syncer: the outer gradient of one fragment, and the interval of the learner's work that it covers."""
 
     KIND: ClassVar[str] = "delta"
 
@@ -375,10 +379,10 @@ class Delta(Chunked):
     slot: int = _f(_count)
     attempt: int = _f(_whole(1))
     base_version: int = _f(_version)
-    """The version whose anchor the delta is measured from."""
+    """The version from which the delta is measured."""
     tokens_from: int = _f(_count)
     tokens_to: int = _f(_count)
-    """[from, to) of the learner's cumulative tokens."""
+    """Interval [from, to) of the learner's cumulative tokens."""
     steps_from: int = _f(_count)
     steps_to: int = _f(_count)
     codec: str = _f(_one_of(*CODECS))
@@ -399,7 +403,7 @@ class Update(Chunked):
     contributors: tuple[tuple[str, int, int, int], ...] = _f(
         _list(_tuple(_name, _incarnation, _count, _count), 10_000), default=()
     )
-    """(name, incarnation, steps_to, tokens_to) of each capture that was merged."""
+    """(name, incarnation, steps_to, tokens_to) of each merged capture."""
     codec: str = _f(_one_of(*CODECS))
     digest: str = _f(_digest)
     """sha256 (hex) of the public fragment after this update."""
@@ -407,7 +411,7 @@ class Update(Chunked):
 
 @dataclass(frozen=True, kw_only=True)
 class Keyframe(Chunked):
-    """Syncer -> who asked: the public fragment itself in f32 (fragment = P: the static part, raw bytes)."""
+    """Syncer -> one requester: a public fragment in f32 (fragment = P: the static tensors as raw bytes)."""
 
     KIND: ClassVar[str] = "keyframe"
 
@@ -420,7 +424,7 @@ class Keyframe(Chunked):
 
 @dataclass(frozen=True, kw_only=True)
 class Seed(Chunked):
-    """The chosen learner -> syncer: version 0 of a fragment in f32 (fragment = P: the static part, raw bytes)."""
+    """Chosen learner -> syncer: version 0 of a fragment in f32 (fragment = P: the static tensors as raw bytes)."""
 
     KIND: ClassVar[str] = "seed"
 
@@ -432,7 +436,7 @@ class Seed(Chunked):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers(Chunked):
-    """The learner that the Beat asks -> syncer: the static tensors that its training has changed (fragment = P)."""
+    """Learner named by the Beat -> syncer: the static tensors that its training has changed (fragment = P)."""
 
     KIND: ClassVar[str] = "buffers"
 
@@ -440,18 +444,18 @@ class Buffers(Chunked):
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
     digest: str = _f(_digest)
-    """sha256 (hex) of the whole payload, which is as `common.static_tensors` has it."""
+    """sha256 (hex) of the whole payload, whose format is in common/static_tensors.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ping(Message):
-    """Anybody -> itself, through the broker, on both planes: what comes back proves the way there and back."""
+    """Any process -> itself, through the broker, on both planes: its return proves the path in both directions."""
 
     KIND: ClassVar[str] = "ping"
 
     name: str = _f(_name)
     nonce: int = _f(_whole(1))
-    """Random: tells this ping from every other of the same name."""
+    """Random number that distinguishes this ping from others of the same name."""
 
 
 MESSAGES: dict[str, type[Message]] = {
@@ -461,26 +465,26 @@ MESSAGES: dict[str, type[Message]] = {
 CHECKS: dict[type[Message], dict[str, Check]] = {
     cls: {f.name: f.metadata["check"] for f in fields(cls) if "check" in f.metadata} for cls in MESSAGES.values()
 }
-"""Of each kind: the fields that its header has, and what each may hold."""
+"""For each kind: the fields of its header, and the check of each."""
 FRAGMENT_KINDS = frozenset({"call", "delta", "fragment", "keyframe", "seed", "buffers"})
 NAMED_KINDS = frozenset({"hello", "welcome", "alive", "goodbye", "fetch", "delta", "seed", "buffers", "ping"})
 BOTH_PLANES = frozenset({"beat", "ping"})
-"""Kinds that travel on either plane."""
+"""Kinds that are sent on both planes."""
 
 
 def beat_topic(run: str = "") -> bytes:
-    """The fixed topic of beats; without a run, the prefix under which the beats of all runs are heard."""
+    """The fixed topic of a run's beats; without a run, the prefix of the beats of all runs."""
     return f"_/beat/{run}/".encode() if run else b"_/beat/"
 
 
 def prefix(run: str, kind: str, detail: str | int = "") -> bytes:
-    """What to subscribe to: `RUN/KIND/` or `RUN/KIND/DETAIL/`."""
+    """The prefix for a subscription: `RUN/KIND/` or `RUN/KIND/DETAIL/`."""
     return f"{run}/{kind}/{detail}/".encode() if detail != "" else f"{run}/{kind}/".encode()
 
 
 # --- frames ----------------------------------------------------------------------------------------------------------
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The frames of `message`: topic, header, and the payload where its kind has one."""
+    """The frames of `message`: topic, header, and the payload if its kind has one."""
     header = _to_map(message)
     header["protocol"] = PROTOCOL
     frames: list[bytes | memoryview] = [message.topic(), msgpack.packb(header)]
@@ -497,9 +501,9 @@ def _to_map(message: Message) -> dict[str, Any]:
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
-    """The message in `frames`, every field checked, topic and header in agreement; Malformed otherwise.
+    """The message in `frames`, with every field checked and the topic equal to the header's; Malformed otherwise.
 
-    Allocates no more than the frames themselves hold.
+    Allocates no more memory than the frames take.
     """
     if not 2 <= len(frames) <= 3:
         raise Malformed("frames", f"{len(frames)} frames")
@@ -524,19 +528,21 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
 
 
 def unpack(frame: bytes | memoryview, what: str) -> Any:
-    """The value that `frame` holds in msgpack; Malformed, with the reason `what`, if it is not one, or an odd one."""
+    """The msgpack value in `frame`; Malformed, with the reason `what`, if it is invalid or of a type that no message
+    has.
+    """
 
     def unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         rows = dict(pairs)
         if len(rows) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         return rows
 
     size = len(frame)
     try:
         scan = msgpack.Unpacker(read_size=max(1, size), max_buffer_size=max(1, size))
         scan.feed(frame)
-        scan.skip()  # allocates nothing: room that is declared and not there fails here, before anybody makes it
+        scan.skip()  # allocates nothing: a declared length beyond the frame's end fails here, before memory is taken
         return msgpack.unpackb(
             frame, raw=False, strict_map_key=True, object_pairs_hook=unique, max_ext_len=0,
             max_str_len=size, max_bin_len=0, max_array_len=min(size, MAX_FRAGMENTS), max_map_len=min(size, 256),
@@ -573,36 +579,37 @@ def _check_chunk(message: Chunked) -> None:
 
 
 HEADER_BYTES = 8192
-"""At most, of any header without what grows with the run: fragments, learners, calls."""
+"""Upper bound of a header without the fields that grow with the run: fragments, learners, calls."""
 CALL_BYTES, NAMED_IN_CALL_BYTES, NAMED_IN_UPDATE_BYTES = 256, 96, 72
-"""At most, of a Call that names no learner, and of each learner in a Call (twice) and in an Update."""
+"""Upper bounds: of a Call that names no learner, of a learner in a Call (twice), and of a learner in an Update."""
 
 
 def most_calls(fragments: int, learners: int) -> int:
-    """How many open calls fit into a Beat of a run of so many fragments, if each names so many learners."""
+    """Most open calls that fit into a Beat of a run with `fragments`, if each call names `learners`."""
     room = MESSAGE_BYTES - HEADER_BYTES - 9 * fragments
     return max(0, min(MAX_CALLS, room // (CALL_BYTES + NAMED_IN_CALL_BYTES * learners)))
 
 
 def most_learners(fragments: int, calls: int) -> int:
-    """How many learners fit into a Beat of so many fragments and open calls, and into each chunk of an Update."""
+    """Most learners that fit into a Beat with `fragments` and `calls`, and into each chunk of an Update."""
     room = MESSAGE_BYTES - HEADER_BYTES - 9 * fragments
     in_update = (MESSAGE_BYTES - CHUNK_BYTES - HEADER_BYTES) // NAMED_IN_UPDATE_BYTES
     return max(1, min(in_update, (room // calls - CALL_BYTES) // NAMED_IN_CALL_BYTES))
 
 
 def chunk_count(size: int) -> int:
-    """Chunks in a payload of `size` bytes; an empty payload travels as one empty chunk."""
+    """Chunks of a payload of `size` bytes; an empty payload is sent as one empty chunk."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def chunk_range(size: int, chunk: int) -> range:
-    """Which bytes of a payload of `size` bytes are in chunk number `chunk`."""
+    """The bytes of chunk number `chunk` in a payload of `size` bytes."""
     return range(chunk * CHUNK_BYTES, min(size, (chunk + 1) * CHUNK_BYTES))
 
 
 def split(payload: bytes | memoryview, chunks: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """The chunk fields (size, chunk, chunks, crc, payload) of each message that carries `payload`, or of some of them.
+    """The chunk fields (size, chunk, chunks, crc, payload) of the messages that carry `payload`, or of those in
+    `chunks` only.
 
     >>> [part["chunk"] for part in split(b"abc")]
     [0]
@@ -618,12 +625,12 @@ def split(payload: bytes | memoryview, chunks: Sequence[int] | None = None) -> l
 
 
 def pack_layout(layout: Layout) -> bytes:
-    """A Hello's payload: the layout's rows in msgpack, one after the other, in zlib."""
+    """A Hello's payload: the layout's rows, each in msgpack, concatenated and compressed with zlib."""
     return zlib.compress(b"".join(msgpack.packb(row) for row in layout.to_wire()))
 
 
 def unpack_layout(payload: bytes | memoryview) -> Layout:
-    """The layout in a Hello's payload; Malformed if it is none. Inflates no more than LAYOUT_BYTES."""
+    """The layout in a Hello's payload; Malformed if it is invalid. Inflates no more than LAYOUT_BYTES."""
     try:
         return Layout.of_tensors(tuple(tensor_from_wire(row) for row in _layout_rows(payload)))
     except (zlib.error, ValueError, TypeError, msgpack.UnpackException, RecursionError) as wrong:
@@ -631,7 +638,7 @@ def unpack_layout(payload: bytes | memoryview) -> Layout:
 
 
 def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
-    """Each row as soon as it is inflated, so that the caller can end a flood of others."""
+    """Yields each row as soon as it is inflated, so that the caller can stop at an invalid one."""
     inflate, rest, rows = zlib.decompressobj(), bytes(payload), 0
     scan = msgpack.Unpacker(raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=0, max_map_len=0,
                             max_str_len=LAYOUT_ROW_BYTES, max_array_len=MAX_NAMES)  # fmt: skip
@@ -657,8 +664,8 @@ def _layout_rows(payload: bytes | memoryview) -> Iterator[object]:
 
 
 class Assembly:
-    """Chunks of one payload, in any order, until it is complete. Memory is taken once, when the first one comes, for a
-    size known beforehand.
+    """Collects the chunks of one payload, in any order. Its size is known beforehand, and memory is allocated once, at
+    the first chunk.
     """
 
     def __init__(self, size: int) -> None:
@@ -667,9 +674,9 @@ class Assembly:
         self._buffer = bytearray()
 
     def add(self, message: Chunked) -> bool:
-        """Take a chunk (a repeated one changes nothing); True when all are there. Malformed if the size differs."""
+        """Add a chunk; repeated ones are ignored. Returns whether all have arrived. Malformed if the size differs."""
         if message.size != self.size:
-            raise Malformed("size", f"{message.size} bytes where {self.size} belong")
+            raise Malformed("size", f"{message.size} bytes instead of {self.size}")
         if message.chunk in self.missing:
             span = chunk_range(self.size, message.chunk)
             self._buffer = self._buffer or bytearray(self.size)
@@ -679,5 +686,5 @@ class Assembly:
 
     @property
     def payload(self) -> memoryview:
-        """The whole payload; only meaningful when nothing is missing."""
+        """The whole payload; valid only when no chunk is missing."""
         return memoryview(self._buffer)

@@ -28,7 +28,7 @@ class Resolver:
 
 
 def asked(lookup: Lookup, now: float) -> None:
-    lookup.ask(now)
+    lookup.start(now)
     lookup.wait(60)
 
 
