@@ -1,9 +1,10 @@
-"""Keys: who may say what to a broker. A client's key file holds a secret; the broker keeps the public half as a grant.
+"""Authentication keys of a broker's clients. A client's key file holds a secret; the broker keeps the public half as a
+grant.
 
-    DIR/broker.key                   the broker's own pair, mode 0600
-    DIR/grants/RUN.ROLE.NAME.json    one grant a key: run, role, name and public key; no secret
+    DIR/broker.key                   the broker's own key pair, mode 0600
+    DIR/grants/RUN.ROLE.NAME.json    one grant for each key: run, role, name and public key; no secret
 
-A key serves NAME and every NAME-*, so that replicas may share it. Nothing here ever quotes what a file holds.
+A key serves NAME and every NAME-*, so that replicas can share it. No error message quotes the content of a file.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .errors import SettingError
 Role = Literal["syncer", "learner", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 FORMAT = 1
-"""Stands in every file as `diloco_key`."""
+"""Version of the files, in each as `diloco_key`."""
 FILE_BYTES = 4096
-"""No key file is larger."""
+"""Upper bound of a key file's size."""
 KEY_PATTERN = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """32 bytes in Z85."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """What the broker keeps of a key."""
+    """The broker's record of a key: its public half, run, role and name."""
 
     run: str
     role: Role
@@ -52,13 +53,13 @@ class Grant:
         return f"{self.run}.{self.role}.{self.name}.json"
 
     def may_be_called(self, name: str) -> bool:
-        """NAME or NAME-*: replicas may share a key."""
+        """Whether a holder of this key may use `name`: NAME or NAME-*."""
         return NAME_PATTERN.fullmatch(name) is not None and f"{name}-".startswith(f"{self.name}-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key(Grant):
-    """A client's key: who it is, its pair, and the broker's public key, by which the broker proves itself."""
+    """A client's key: its run, role, name and key pair, and the broker's public key, which authenticates the broker."""
 
     secret: str = field(repr=False)
     """Z85."""
@@ -67,15 +68,15 @@ class Key(Grant):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The key in the file `path`; SettingError if there is none."""
+        """The key in the file `path`; SettingError if it holds none."""
         return cls(**_read(path, "run", "role", "name", "public", "secret", "broker"))
 
     def save(self, path: Path) -> None:
-        """Write the key file, whole or not at all, mode 0600; SettingError if something is there or it cannot be."""
+        """Write the key file atomically, mode 0600; SettingError if `path` exists or cannot be written."""
         _write_new(path, self.text(), 0o600)
 
     def text(self) -> str:
-        """What a key file holds; secret."""
+        """The content of the key file. Secret."""
         return _text(asdict(self))
 
     @property
@@ -84,10 +85,10 @@ class Key(Grant):
 
 
 class KeyRing:
-    """The keys that a broker knows: its own pair, and the grants as they were when last read."""
+    """The keys of a broker: its own pair, and the grants when they were last read."""
 
     def __init__(self, directory: Path) -> None:
-        """SettingError if the directory has no broker's pair, or cannot be looked at."""
+        """SettingError if the directory has no broker key, or cannot be read."""
         self.directory = directory
         if not _pair_file(directory).exists():
             raise SettingError(
@@ -100,35 +101,35 @@ class KeyRing:
         self._grants: dict[str, Grant] = {}
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._wrong: dict[str, SettingError] = {}
-        """Of each file that was no grant when last read: what it was instead."""
+        """For each file without a valid grant when it was last read: the error."""
         try:
             self.reload()
         except OSError as cause:
-            raise SettingError(f"the folder of keys {directory} cannot be looked at: {cause.strerror}") from cause
+            raise SettingError(f"the folder of keys {directory} cannot be read: {cause.strerror}") from cause
 
     def __repr__(self) -> str:
         return f"KeyRing({str(self.directory)!r}, {len(self._grants)} grants)"
 
     @property
     def grants(self) -> list[Grant]:
-        """All, by run, role and name."""
+        """All grants, sorted by run, role and name."""
         return sorted(self._grants.values(), key=lambda grant: grant.file_name)
 
     def grant_of(self, public: str) -> Grant | None:
-        """What the key with this public half may do; None where there is no such key (any more)."""
+        """The grant of the key with this public half; None if it is unknown or revoked."""
         return self._grants.get(public)
 
     def changed(self) -> bool:
-        """Whether there is something to read: the directory looks other than when it was last read, or a file could
-        not be read then. OSError if it cannot be looked at.
+        """Whether `reload` is needed: the directory has changed since it was last read, or a file could not be read
+        then. OSError if the directory cannot be read.
         """
         return self._look() != self._seen or any(map(_may_pass, self._wrong.values()))
 
     def reload(self) -> None:
-        """Read the grants again. A file that is no grant counts as none; one that cannot be read now, and is the same
-        file as before, as what it was before. Each is warned of once.
+        """Read the grants again. An invalid file is skipped. A file that cannot be read now and has not changed keeps
+        its former grant. Each is warned about once.
 
-        OSError, and the grants stay as they were, if the directory cannot be looked at. One that is gone is empty.
+        OSError, with the grants unchanged, if the directory cannot be read. A missing directory is empty.
         """
         seen = self._look()
         before = {grant.file_name: grant for grant in self._grants.values()}
@@ -151,26 +152,26 @@ class KeyRing:
         path = self.directory / "grants" / name
         grant = Grant(**_read(path, "run", "role", "name", "public"))
         if grant.file_name != name or grant.public in others:
-            raise SettingError(f"the grant {path} is not about the key that its name says; make another key")
+            raise SettingError(f"the content of the grant {path} does not match its file name; make another key")
         return grant
 
     def _look(self) -> dict[str, tuple[int, int, int]]:
-        """Of each grant's file what tells a change: inode, time and size."""
+        """Inode, modification time and size of each grant's file."""
         found = {}
         with suppress(FileNotFoundError), os.scandir(self.directory / "grants") as entries:
             for entry in entries:
                 if entry.name.endswith(".json") and not entry.name.startswith("."):
-                    with suppress(FileNotFoundError):  # revoked right now
+                    with suppress(FileNotFoundError):  # revoked meanwhile
                         about = os.stat(entry.path)  # noqa: PTH116 an entry's own stat may be as old as the listing
                         found[entry.name] = (about.st_ino, about.st_mtime_ns, about.st_size)
         return found
 
 
 def new_key(directory: Path, *, role: Role, run: str, name: str) -> Key:
-    """A new key that the broker of `directory` will take; the broker's own pair is made on first use.
+    """Make a key for the broker of `directory`; the broker's own pair is made on first use.
 
-    SettingError if the name is held, also by a key that may be called so: two holders could pose as one another.
-    Learners and observers share one space of names, since both say Hello.
+    SettingError if another key permits the same name: two holders could impersonate each other. Learners and observers
+    share one name space, since both send Hellos.
     """
     check_name("--run", run)
     check_name("--name", name)
@@ -181,7 +182,7 @@ def new_key(directory: Path, *, role: Role, run: str, name: str) -> Key:
         for held in KeyRing(directory).grants:
             if held.run == run and _share(held.role, role) and _overlap(held.name, name):
                 raise SettingError(
-                    f"{directory} has a key for {held} already, and who holds NAME may be called NAME-* as well: "
+                    f"{directory} has a key for {held} already, and a key for NAME permits NAME-* as well: "
                     f"choose another name than {name}, or revoke that key first"
                 )
         _write_new(directory / "grants" / key.grant.file_name, _text(asdict(key.grant)), 0o644)
@@ -189,7 +190,7 @@ def new_key(directory: Path, *, role: Role, run: str, name: str) -> Key:
 
 
 def _share(role: Role, other: Role) -> bool:
-    """Whether two roles say something under names of their own; a syncer says nothing that is a learner's."""
+    """Whether two roles share a name space: a syncer sends no message under a learner's name."""
     return (role == "syncer") == (other == "syncer")
 
 
@@ -199,7 +200,7 @@ def _overlap(name: str, other: str) -> bool:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """While nobody else makes a key: two who look at the same moment would both find the name free."""
+    """Exclude other processes that make a key: two at the same moment would both find the name free."""
     try:
         file = _pair_file(directory).open("r+b")
     except OSError as cause:
@@ -210,7 +211,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def revoke(directory: Path, *, role: Role, run: str, name: str) -> Grant:
-    """Take back the key of that name: a running broker cuts it off within about a second. SettingError if none is."""
+    """Revoke a key: a running broker cuts it off within about a second. SettingError if there is no such key."""
     for grant in KeyRing(directory).grants:
         if (grant.run, grant.role, grant.name) == (run, role, name):
             path = directory / "grants" / grant.file_name
@@ -223,14 +224,14 @@ def revoke(directory: Path, *, role: Role, run: str, name: str) -> Grant:
 
 
 def _broker_public(directory: Path) -> str:
-    """The public half of the broker's pair, which is made if there is none."""
+    """The public half of the broker's pair, which is made if it does not exist."""
     path = _pair_file(directory)
     if not path.exists():
         public, secret = (half.decode() for half in zmq.curve_keypair())
         try:
             _write_new(path, _text({"public": public, "secret": secret}), 0o600)
         except SettingError:
-            if not path.exists():  # else another `diloco keys new` was faster
+            if not path.exists():  # else another `diloco keys new` made it
                 raise
     return str(_read(path, "public", "secret")["public"])
 
@@ -245,24 +246,24 @@ def _text(rows: Mapping[str, str]) -> str:
 
 
 def _warn(sentence: str) -> None:
-    from .log import get_logger  # noqa: PLC0415 clients that only read a key need not wait for it
+    from .log import get_logger  # noqa: PLC0415 slow to import, and not needed by clients that only read a key
 
     get_logger("keys").warning("grant_unreadable", why=sentence)
 
 
 def _may_pass(error: SettingError) -> bool:
-    """Whether a file could not be read, and may be another time; what stands in it is not known to be wrong."""
+    """Whether the file could not be read and may be readable later: its content is not known to be wrong."""
     return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
 
 
 def _read(path: Path, *names: str) -> dict[str, Any]:
-    """The fields `names` of the file, checked; SettingError, which says nothing of what stands there, otherwise."""
+    """The checked fields `names` of the file; SettingError, which does not quote the content, otherwise."""
     try:
         with path.open("rb") as file:
             octets = file.read(FILE_BYTES + 1)
     except OSError as cause:
         raise SettingError(f"the key file {path} cannot be read: {cause.strerror}") from cause
-    wrong = SettingError(f"{path} is no key file of this kind; make one with diloco keys new")
+    wrong = SettingError(f"{path} is not a key file of this kind; make one with diloco keys new")
     try:
         rows = json.loads(octets) if len(octets) <= FILE_BYTES else None
     except (ValueError, RecursionError):
@@ -277,7 +278,7 @@ def _read(path: Path, *names: str) -> dict[str, Any]:
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:
-    """Make a file, whole or not at all, in a folder that is made if need be; SettingError if the name is taken."""
+    """Create a file atomically, and its folder if needed; SettingError if the name is taken."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -287,42 +288,42 @@ def _write_new(path: Path, text: str, mode: int) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(aside, path)  # unlike a rename it takes no name that somebody else has
+            os.link(aside, path)  # unlike a rename, it never replaces a file
         finally:
             aside.unlink(missing_ok=True)
     except FileExistsError as cause:
-        raise SettingError(f"{path} exists already and is left as it is; choose another name or remove it") from cause
+        raise SettingError(f"{path} exists already and was not changed; choose another name or remove it") from cause
     except OSError as cause:
         raise SettingError(f"{path} cannot be written: {cause.strerror}") from cause
 
 
 def held_key(file: Path | None, *roles: Role) -> Key | None:
-    """The key in `file`; SettingError if there is none, or it is for none of `roles` (none named: any)."""
+    """The key in `file`; SettingError if it holds none, or none for one of `roles` (empty: any role)."""
     if file is None:
         return None
     key = Key.load(file)
     if key.role not in (roles or ROLES):
         raise SettingError(
-            f"the key {file} is for {key.role}s and does not serve here; give one that was made with "
+            f"the key {file} is for {key.role}s and cannot be used here; give one that was made with "
             f"diloco keys new --role {roles[0]} --run {key.run}"
         )
     return key
 
 
 def run_of(key: Key | None, run: str, file: Path | None) -> str:
-    """The key's run, or `run` without a key; SettingError if `run` is named and the key is for another one."""
+    """The key's run, or `run` without a key; SettingError if `run` is given and the key is for another run."""
     if key is None:
         return run
     if run not in ("", key.run):
-        raise SettingError(f"--run {run} is not the run that the key {file} is for: {key.run}; leave --run out")
+        raise SettingError(f"the key {file} is for the run {key.run}, not for --run {run}; leave --run out")
     return key.run
 
 
 def check_called(key: Key | None, name: str, file: Path | None) -> str:
-    """`name` itself if the key's holder may be called so; SettingError otherwise."""
+    """`name` itself if the key permits it; SettingError otherwise."""
     if key is not None and not key.may_be_called(name):
         raise SettingError(
-            f"--name {name} is not for the key {file} to bear, only {key.name} and {key.name}-* are; "
+            f"the key {file} permits only the names {key.name} and {key.name}-*, not --name {name}; "
             "choose such a name, or leave --name out"
         )
     return name

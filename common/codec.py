@@ -1,6 +1,6 @@
-"""The only codec: flat f32 vectors to bytes and back, with the same bits on every device and in every build of torch.
+"""Codecs f32, bf16, int8 and int4: flat f32 vectors to bytes and back, bit-identical on all devices and torch builds.
 
-A payload holds first one bf16 scale (little endian) for each block of 128 elements, then the codes:
+A payload begins with one bf16 scale (little endian) for each block of 128 elements, followed by the codes:
 
     f32    no scales; the values themselves, 4 bytes each
     bf16   no scales; each value rounded to the nearest bf16, 2 bytes each
@@ -9,12 +9,13 @@ A payload holds first one bf16 scale (little endian) for each block of 128 eleme
            number is odd), the high nibbles the second half; both in two's complement
 
 Scales are rounded up to bf16, so that `code * scale` is exact in f32: eager, compiled and fused kernels on any device
-then agree to the bit. For the same reason nothing here divides element by element, and what is inexact is computed
-once a block, in f64. A block whose scale would be below 2^-100 is zero. The error of an element is at most half its
-block's scale (times 1 + 2^-15, since the product before rounding is one of f32), and a scale is at most
-1.008 * max|block| / 7 (int8: / 127).
+then agree to the bit. For the same reason no element is divided, and inexact values are computed once for each block,
+in f64. A block whose scale would be below 2^-100 is zero. The error of an element is at most half its block's scale
+(times 1 + 2^-15, since the product before rounding is in f32), and a scale is at most 1.008 * max|block| / 7 (int8:
+/ 127).
 
-The papers (Decoupled DiLoCo, D.3; Streaming DiLoCo) state neither block size, nor scale format, nor rounding.
+The papers (arXiv 2604.21428, appendix D.3; Streaming DiLoCo, arXiv 2501.18512) give neither block size, nor scale
+format, nor rounding.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from .errors import Malformed
 from .fragments import ALIGN
 
 Buffer = bytes | bytearray | memoryview | Tensor
-"""What a payload arrives in: any contiguous bytes, or a 1-D uint8 tensor."""
+"""Types of a payload: any contiguous bytes, or a 1-D uint8 tensor."""
 
 LEVELS = {"int8": 127, "int4": 7}
 """Largest code of each quantized codec."""
 VALUE_BYTES = {"f32": 4, "bf16": 2}
 SMALLEST_SCALE = 2.0**-100
-"""Below this a block is zero: products with it would come near the subnormal numbers, which some devices flush."""
+"""Below it a block is zero: products with it would approach the subnormal numbers, which some devices flush to zero."""
 SCALE_LIMIT = 2.0**120
-"""Scales stay below this, so that no code times scale can overflow; a block beyond it counts as not finite."""
+"""Scales are below it, so that no code times scale can overflow; a block beyond it counts as not finite."""
 SLAB = 255 * ALIGN
-"""Elements per operation on a CPU: they fit the second-level cache, and fewer than 2^15 torch does not spread over a
-pool of threads (a link's thread must not fight with the training thread for all cores)."""
+"""Elements of one operation on a CPU. They fit the second-level cache, and torch does not spread fewer than 2^15 over
+its threads (the network thread must not compete with the training thread for all cores)."""
 BAND = 16 * SLAB
-"""Elements whose scales are computed together on a CPU, so that operations on scales do not cost more than the rest."""
+"""Elements whose scales are computed together on a CPU, so that operations on scales cost less than the rest."""
 DEVICE_SLAB = 2**26
-"""Both of these on an accelerator, where only the size of temporaries matters."""
+"""Replaces both on an accelerator, where only the size of temporaries matters."""
 
 _SMALLEST_BITS, _LIMIT_BITS = 0x0D80, 0x7B80
 """SMALLEST_SCALE and SCALE_LIMIT as bf16; the bit patterns of positive numbers are ordered like the numbers."""
 
 _ROUNDER = 1.5 * 2.0**23
-"""f32 has no fractions beside it: a small number is rounded when it is added to this."""
+"""f32 has no fractions at this magnitude: adding it to a small number rounds that number."""
 
 
 def encoded_bytes(codec: str, length: int) -> int:
@@ -63,16 +64,17 @@ def encoded_bytes(codec: str, length: int) -> int:
     if codec in VALUE_BYTES:
         return length * VALUE_BYTES[codec]
     if codec not in LEVELS:
-        raise ValueError(f"no codec is named {codec!r}")
+        raise ValueError(f"there is no codec {codec!r}")
     blocks = length // ALIGN
     return blocks * 2 + (blocks if codec == "int8" else (blocks + 1) // 2) * ALIGN
 
 
 @torch.no_grad()
 def encode_delta(codec: str, anchor: Tensor, theta: Tensor) -> Tensor:
-    """The outer gradient anchor - theta of one fragment as a payload (1-D uint8, on the inputs' device).
+    """Encode the outer gradient anchor - theta of one fragment (arXiv 2604.21428, section 3); returns the payload (1-D
+    uint8, on the inputs' device).
 
-    Both inputs: 1-D f32, a multiple of ALIGN elements. Codec f32 carries theta itself (a copy). Malformed
+    Both inputs: 1-D f32, a multiple of ALIGN elements. With codec f32 the payload is a copy of theta itself. Malformed
     ("nonfinite") if a value is NaN, infinite, or too large for the codec.
     """
     _check_pair(anchor, theta)
@@ -81,9 +83,9 @@ def encode_delta(codec: str, anchor: Tensor, theta: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode_delta(codec: str, anchor: Tensor, payload: Buffer) -> Tensor:
-    """The outer gradient that a payload carries: 1-D, f64 for codec f32 (anchor - theta, formed in f64), else f32.
+    """Decode the outer gradient in a payload; returns 1-D f64 for codec f32 (anchor - theta in f64), else 1-D f32.
 
-    Malformed ("size", "nonfinite", "scale", "code") for a payload that `encode_delta` cannot have made.
+    Malformed ("size", "nonfinite", "scale", "code") for a payload that `encode_delta` cannot produce.
     """
     received = _checked(codec, len(anchor), payload, anchor.device)
     delta = torch.empty_like(anchor, dtype=torch.float64 if codec == "f32" else torch.float32)
@@ -99,10 +101,10 @@ def decode_delta(codec: str, anchor: Tensor, payload: Buffer) -> Tensor:
 
 @torch.no_grad()
 def encode_step(codec: str, public: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The step from the public fragment towards `target`: (payload, the new public fragment that it leads to).
+    """Encode the step from the public fragment towards `target`; returns the payload and the resulting public fragment.
 
-    Inputs and new public fragment: 1-D f32; payload: 1-D uint8. Whoever holds `public` gets the same bits from
-    `apply_step`; target - new_public is what the step left over. Codec f32 carries the target itself. Malformed
+    Inputs and new public fragment: 1-D f32; payload: 1-D uint8. `apply_step` on the same `public` gives the same bits;
+    target - new_public is the residual for error feedback. With codec f32 the payload is the target itself. Malformed
     ("nonfinite") as in `encode_delta`, and if the new public fragment would not be finite.
     """
     _check_pair(public, target)
@@ -115,7 +117,7 @@ def encode_step(codec: str, public: Tensor, target: Tensor) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def apply_step(codec: str, public: Tensor, payload: Buffer) -> Tensor:
-    """The public fragment after a step: a new 1-D f32 tensor, the same bits as `encode_step` had.
+    """The public fragment after a step, as a new 1-D f32 tensor with the same bits as returned by `encode_step`.
 
     Malformed as in `decode_delta`, and ("nonfinite") if a sum overflows.
     """
@@ -137,55 +139,55 @@ def model_hash(vectors: Sequence[Tensor]) -> str:
 
 
 def slabs(vector: Tensor) -> Iterator[slice]:
-    """Slices that cover a flat vector; work on one at a time stays in the cache and in its own thread."""
+    """Slices that cover a flat vector; an operation on one stays in the cache and in the calling thread."""
     return _slices(0, len(vector), _size(vector, SLAB))
 
 
 # --- quantizing ------------------------------------------------------------------------------------------------------
 def block_scales(tops: Tensor, levels: int) -> Tensor:
-    """The f32 scale, rounded up to what bf16 holds, of blocks whose largest magnitudes are `tops` (f32, any shape).
+    """The scales of blocks with largest magnitudes `tops` (f32, any shape), as f32 rounded up to bf16 precision.
 
-    0 where the block is taken as zero, infinity where it is not finite or reaches SCALE_LIMIT.
+    0 for a block encoded as zero, infinity for one that is not finite or reaches SCALE_LIMIT.
     """
-    exact = (tops.double() * (1 / levels)).float()  # f64, so that a block made of codes * scale gets that scale again
+    exact = (tops.double() * (1 / levels)).float()  # f64, so that a block made of codes * scale has that scale again
     raised = ((exact.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     scales = torch.where(exact < SMALLEST_SCALE, 0.0, raised)
-    return torch.where(exact < SCALE_LIMIT, scales, torch.inf)  # also where it is NaN
+    return torch.where(exact < SCALE_LIMIT, scales, torch.inf)  # NaN gives infinity, too
 
 
 def block_codes(blocks: Tensor, inverse: Tensor) -> Tensor:
-    """The int8 codes of an f32 matrix whose rows are blocks (overwritten); inverse: one column, 1 / scale, 0 for 0.
+    """The int8 codes of an f32 matrix of blocks, one a row; it is overwritten. inverse: 1 / scale in one column.
 
     Rounded to the nearest, ties to even.
     """
     blocks.mul_(inverse)
     if blocks.device.type == "cpu":
-        blocks.add_(_ROUNDER).sub_(_ROUNDER)  # the same as round_(), which would start a pool of threads
+        blocks.add_(_ROUNDER).sub_(_ROUNDER)  # equals round_(), which would start a pool of threads
     else:
-        blocks.round_()  # a sum could be fused with the product there, and then rounds once where others round twice
+        blocks.round_()  # a sum could be fused with the product there, and would then round once instead of twice
     return blocks.to(torch.int8)
 
 
 def inverse_scales(scales: Tensor) -> Tensor:
-    """1 / scale as f32, computed in f64; 0 where the scale is 0."""
+    """1 / scale as f32, computed in f64; 0 for a scale of 0."""
     return torch.where(scales > 0, scales.double().reciprocal().float(), 0.0)
 
 
 class _Stretch(NamedTuple):
-    """Some blocks of a payload whose codes lie together."""
+    """Blocks of a payload whose codes are contiguous."""
 
     part: slice
-    """Which elements of the flat vector."""
+    """Their elements of the flat vector."""
     scales: Tensor
     """Their scales: a bf16 view of the payload."""
     codes: Tensor
-    """Their bytes: an int8 view of the payload."""
+    """Their codes: an int8 view of the payload."""
     high: bool
-    """int4 only: the codes are the high nibbles; the low ones belong to others."""
+    """int4 only: the codes are the high nibbles; the low ones belong to other blocks."""
 
 
 def _stretches(codec: str, payload: Tensor, length: int, size: int) -> Iterator[_Stretch]:
-    """All of a quantized payload, at most `size` elements at a time; for int4 the low nibbles first."""
+    """Iterate over a quantized payload, at most `size` elements at a time; for int4 the low nibbles first."""
     blocks = length // ALIGN
     middle = length if codec == "int8" else (blocks + 1) // 2 * ALIGN
     scales, codes = payload[: blocks * 2].view(torch.bfloat16), payload[blocks * 2 :].view(torch.int8)
@@ -213,7 +215,7 @@ def _encode(codec: str, minuend: Tensor, subtrahend: Tensor) -> Tensor:
 
 
 def _encode_stretch(codec: str, stretch: _Stretch, minuend: Tensor, subtrahend: Tensor, values: Tensor) -> None:
-    """Write scales and codes of minuend - subtrahend; `values` is memory for the difference."""
+    """Write scales and codes of minuend - subtrahend; `values` is scratch memory for the difference."""
     tops = minuend.new_empty(len(minuend) // ALIGN)
     sizes = torch.empty_like(minuend[: _size(minuend, SLAB)])
     for part in slabs(values):
@@ -236,9 +238,8 @@ def _encode_stretch(codec: str, stretch: _Stretch, minuend: Tensor, subtrahend: 
 
 
 def _decode(codec: str, payload: Tensor, out: Tensor) -> Iterator[slice]:
-    """Write the values of a payload whose scales are checked into `out` (flat f32), yielding each slab that is ready.
-
-    Malformed ("code") for a code that no encoder writes.
+    """Write the values of a payload into `out` (flat f32), yielding each slab when it is done. The scales are checked
+    already. Malformed ("code") for a code that no encoder writes.
     """
     if codec == "bf16":
         for part in slabs(out):
@@ -272,10 +273,10 @@ def _slices(first: int, last: int, size: int) -> Iterator[slice]:
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 def _checked(codec: str, length: int, payload: Buffer, device: torch.device) -> Tensor:
-    """A payload as a 1-D uint8 tensor on `device`, after its size, its scales and its plain values were checked."""
+    """A payload as a 1-D uint8 tensor on `device`, with its size, scales and plain values checked."""
     received = _tensor_of(payload)
     if received.numel() != encoded_bytes(codec, length):
-        raise Malformed("size", f"{received.numel()} bytes where {encoded_bytes(codec, length)} belong ({codec})")
+        raise Malformed("size", f"{received.numel()} bytes instead of {encoded_bytes(codec, length)} ({codec})")
     received = received.to(device)
     if codec in LEVELS:
         _check_scales(received[: length // ALIGN * 2].view(torch.int16))
@@ -292,7 +293,7 @@ def _tensor_of(payload: Buffer) -> Tensor:
     view = memoryview(payload).cast("B")
     if len(view) and not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8)
-    copy = torch.empty(len(view), dtype=torch.uint8, device="cpu")  # torch takes no memory that it must not write to
+    copy = torch.empty(len(view), dtype=torch.uint8, device="cpu")  # torch accepts no read-only memory
     copy.numpy()[:] = np.frombuffer(view, dtype=np.uint8)
     return copy
 
@@ -304,19 +305,19 @@ def _bytes_of(vector: Buffer) -> memoryview:
 
 
 def _check_scales(bits: Tensor) -> None:
-    """Malformed unless each is zero or a number from SMALLEST_SCALE to below SCALE_LIMIT, without a sign bit."""
+    """Malformed unless each scale is zero, or positive and from SMALLEST_SCALE to below SCALE_LIMIT."""
     for part in slabs(bits):
         some = bits[part]
         least, most = torch.aminmax(some)
         if int(least) >= _SMALLEST_BITS and int(most) < _LIMIT_BITS:
-            continue  # the usual case; below, some are zero
+            continue  # the usual case: no scale is zero
         fine = (some == 0) | ((some >= _SMALLEST_BITS) & (some < _LIMIT_BITS))
         if not fine.all():
             raise Malformed("scale", f"a block's scale is {some[~fine].view(torch.bfloat16)[0].item()}")
 
 
 def _check_finite(values: Tensor) -> None:
-    # Whatever is not finite makes the sum not finite; looking at each value takes twenty times as long.
+    # A value that is not finite makes the sum not finite; checking each value takes twenty times as long.
     if not math.isfinite(float(values.sum())) and not values.isfinite().all():
         raise Malformed("nonfinite", "a value is NaN, infinite, or too large to be carried")
 
@@ -331,6 +332,6 @@ def _copy_of_finite(vector: Tensor) -> Tensor:
 def _check_pair(first: Tensor, second: Tensor) -> None:
     for vector in (first, second):
         if vector.dtype != torch.float32 or vector.ndim != 1 or not vector.is_contiguous():
-            raise ValueError(f"a flat contiguous f32 vector is wanted, not {vector.dtype} {list(vector.shape)}")
+            raise ValueError(f"expected a flat contiguous f32 vector, not {vector.dtype} {list(vector.shape)}")
     if len(first) != len(second):
-        raise ValueError(f"vectors of {len(first)} and {len(second)} elements do not go together")
+        raise ValueError(f"vectors of {len(first)} and {len(second)} elements have different lengths")

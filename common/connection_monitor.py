@@ -1,5 +1,5 @@
-"""Detects rejected connections. libzmq reports no error and stops reconnecting after an authentication failure, so the
-socket monitor is watched, the socket is reconnected, and the broker is asked which security mechanism it wants.
+"""Monitor of a socket's connection, which detects that the broker rejects it. libzmq reports no error and stops
+reconnecting after an authentication failure, so the socket's events are watched and the socket is reconnected.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 OPENING = b"\xff" + bytes(8) + b"\x7f\x03"
-"""Signature and version: enough to be answered, and nothing yet that the peer could dislike."""
+"""ZMTP 3 signature and version (RFC 23): enough for an answer, without a mechanism that the peer could reject."""
 MECHANISM = slice(12, 32)
-"""Where the answer says `NULL` or `CURVE`, filled up with zeros."""
+"""The bytes of the peer's greeting that name its mechanism, `NULL` or `CURVE`, padded with zeros."""
 ANSWER_SECONDS = 2.0
 
 
 class MechanismProbe(threading.Thread):
-    """Asks the peer at `endpoint` (tcp://HOST:PORT) once, in a thread, since looking up a name may take long."""
+    """Reads the security mechanism of the peer at `endpoint` (tcp://HOST:PORT) once, in a thread of its own, since
+    resolving a name may take long.
+    """
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(name="diloco-greeting", daemon=True)
+        super().__init__(name="diloco-mechanism", daemon=True)
         self._endpoint = endpoint
         self.answer: str | None = None
-        """The peer's mechanism, once it is known; "" if none was told."""
+        """The peer's mechanism; None while unknown, "" if the peer did not answer."""
         self.start()
 
     def run(self) -> None:
@@ -38,26 +40,26 @@ class MechanismProbe(threading.Thread):
 
 
 def mechanism_of(endpoint: str) -> str:
-    """`NULL`, `CURVE` or another mechanism of the ZeroMQ peer at tcp://HOST:PORT; "" where none is, or none answers."""
+    """`NULL`, `CURVE` or another mechanism of the ZeroMQ peer at tcp://HOST:PORT; "" if no such peer answers."""
     place = urlsplit(endpoint)
-    said = b""
+    greeting = b""
     try:
         with socket.create_connection((place.hostname or "", place.port or 0), ANSWER_SECONDS) as peer:
             peer.sendall(OPENING)
-            while len(said) < MECHANISM.stop and (part := peer.recv(64)):
-                said += part
+            while len(greeting) < MECHANISM.stop and (part := peer.recv(64)):
+                greeting += part
     except (OSError, UnicodeError):
         return ""
-    return said[MECHANISM].rstrip(b"\0").decode("ascii", "replace") if len(said) >= MECHANISM.stop else ""
+    return greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace") if len(greeting) >= MECHANISM.stop else ""
 
 
 AGAIN_SECONDS = 2.0
-"""How soon somebody who was refused calls again: his key may be known by then."""
+"""Delay before reconnecting after a rejection: the broker may know the key by then."""
 LOOK_SECONDS = 0.05
-"""Not oftener is looked: a loop turns a thousand times a second when much arrives."""
+"""Shortest time between two reads of the events: the caller's loop may turn a thousand times a second."""
 BROKEN_OFF = 5
-"""Connections in a row, cut in the handshake, after which the broker is asked what it wants. One side with a key and
-the other without cut one in three before it is known why, and nearly all on a busy machine.
+"""Consecutive connections cut in the handshake after which the broker's mechanism is probed. If only one side has a
+key, one in three handshakes ends before the reason arrives, and nearly all on a busy machine.
 """
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -71,79 +73,79 @@ NUMBERS = itertools.count(1)
 
 
 class Refusal(Enum):
-    """Why a broker that is there takes no connection; the value is what it does, in words."""
+    """Why a reachable broker rejects a connection; the value is the predicate of a sentence about it."""
 
     WANTS_KEY = "wants a key: give --key FILE (see diloco keys new)"
     TAKES_NO_KEYS = "takes no keys: leave --key {file} out, or start the broker with --keys"
     UNKNOWN_KEY = "refuses the key {file} (unknown or revoked)"
-    OTHER_BROKER = "is not the one that the key {file} was made for: make a key where its own keys are"
-    NO_BROKER = "speaks another language: no broker of this kind is at that address"
+    OTHER_BROKER = "is not the one that the key {file} was made for: make a key in its own key directory"
+    NO_BROKER = "uses another protocol: no broker of this kind is at that address"
 
-    def told(self, broker: str, file: Path | None) -> str:
-        """The sentence for people."""
+    def sentence(self, broker: str, file: Path | None) -> str:
+        """The sentence for the user; `file` is the key's file."""
         return f"the broker at {broker} {self.value.format(file=file)}"
 
 
 class ConnectionMonitor:
-    """Of one socket, that is about to connect to `endpoint`. To be looked at by the socket's own thread."""
+    """Monitor of one socket that will connect to `endpoint`. Used by the socket's own thread only."""
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], endpoint: str, *, keyed: bool) -> None:
         self.refusal: Refusal | None = None
-        """What the last handshake came to; None while nobody is there as well."""
+        """Why the last handshake was rejected; None if it was not, or no broker is reachable."""
         self.connected = False
-        """A broker is there and takes us."""
+        """The last handshake succeeded and the connection is open."""
         self._socket, self._endpoint, self._keyed = socket, endpoint, keyed
         self._broken_off = 0
         self._look_at = 0.0
-        self._again_at: float | None = None
-        self._question: MechanismProbe | None = None
+        self._reconnect_at: float | None = None
+        self._probe: MechanismProbe | None = None
         place = f"inproc://handshakes-{next(NUMBERS)}"
         socket.monitor(place, EVENTS)
         self._events = context.socket(zmq.PAIR)
-        self._events.setsockopt(zmq.RCVHWM, 0)  # one that is full would stop the thread that serves all sockets
+        self._events.setsockopt(zmq.RCVHWM, 0)  # a full queue would block libzmq's I/O thread
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(place)
 
     def look(self) -> None:
-        """Take what was said since, and call again where libzmq has given up. Never blocks; cheap at any rate."""
+        """Read new events, and reconnect where libzmq has given up. Never blocks, and costs little if called often."""
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
         while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
-            self._take(int(told["event"]), int(told["value"]))
-        if self._question is not None and self._question.answer is not None:
-            self._answered(self._question.answer)
-        if self._again_at is not None and now >= self._again_at:
-            self._again_at = None
+            event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            self._take(int(event["event"]), int(event["value"]))
+        if self._probe is not None and self._probe.answer is not None:
+            self._answered(self._probe.answer)
+        if self._reconnect_at is not None and now >= self._reconnect_at:
+            self._reconnect_at = None
             self.reconnect()
 
     def reconnect(self) -> None:
-        """Begin anew, with what the socket's options are now."""
+        """Disconnect and connect again, with the socket's present options."""
         self._socket.disconnect(self._endpoint)
         self._socket.connect(self._endpoint)
 
     def close(self) -> None:
-        """To be called before the socket itself is closed."""
+        """Stop monitoring. Call before the socket itself is closed."""
         if not self._socket.closed:
             self._socket.monitor(None, 0)
         self._events.close()
 
     def _take(self, event: int, value: int) -> None:
         self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if event == zmq.EVENT_DISCONNECTED:  # after a refusal, too
+        if event == zmq.EVENT_DISCONNECTED:  # also follows a rejection, whose reason is kept
             return
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._broken_off += 1  # libzmq calls again by itself
-            if self._broken_off >= BROKEN_OFF and self._question is None and self.refusal is None:
-                self._question = MechanismProbe(self._endpoint)
+            self._broken_off += 1  # libzmq reconnects by itself
+            if self._broken_off >= BROKEN_OFF and self._probe is None and self.refusal is None:
+                self._probe = MechanismProbe(self._endpoint)
             return
-        self._broken_off, self._question = 0, None
-        if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):  # or nobody is there at all
+        self._broken_off, self._probe = 0, None
+        if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):  # CLOSED: no peer at the endpoint
             self.refusal = None
             return
-        self._again_at = time.monotonic() + AGAIN_SECONDS
+        self._reconnect_at = time.monotonic() + AGAIN_SECONDS
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = Refusal.UNKNOWN_KEY
         elif value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
@@ -154,8 +156,8 @@ class ConnectionMonitor:
             self.refusal = Refusal.NO_BROKER
 
     def _answered(self, mechanism: str) -> None:
-        """What a peer wants that cuts us off; one that does not even say so is no broker."""
-        self._broken_off, self._question = 0, None
+        """Derive the reason from the mechanism of a peer that cuts handshakes; without an answer it is no broker."""
+        self._broken_off, self._probe = 0, None
         if mechanism == "CURVE":
             self.refusal = Refusal.OTHER_BROKER if self._keyed else Refusal.WANTS_KEY
         elif mechanism == "NULL" and self._keyed:

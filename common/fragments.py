@@ -1,10 +1,10 @@
-"""What a model looks like from outside (layout), and how it is cut (plan).
+"""Layout of a model (its tensors' names, shapes and dtypes) and the plan that cuts it into fragments.
 
-Balanced tensor fragmentation (Decoupled DiLoCo, appendix C): whole tensors, largest first, each into the fragment
-that is smallest so far. Everybody derives the same plan from the same layout; its digest is compared at join.
+Balanced tensor fragmentation (arXiv 2604.21428, appendix C): whole tensors, largest first, each into the fragment that
+is smallest so far. All processes derive the same plan from the same layout; its digest is compared at join.
 
-A fragment travels and is kept as ONE flat f32 vector. Each tensor starts at a multiple of `ALIGN` elements and the
-holes are zero, so that a quantizer block never spans two tensors.
+A fragment is sent and held as ONE flat f32 vector. Each tensor starts at a multiple of `ALIGN` elements and the holes
+are zero, so that a quantizer block never spans two tensors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ALIGN = 128
 """Elements. The quantizer's block size, and the alignment of each tensor inside its fragment's flat vector."""
 
 SMALL_TENSOR = 32
-"""Tensors with fewer elements are merged by the weighted mean: a direction of so few numbers says little."""
+"""Tensors with fewer elements are merged by the weighted mean: a direction in so few dimensions means little."""
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
           "uint8": 1, "bool": 1}  # fmt: skip
-"""Bytes per element of every dtype that a layout may name."""
+"""Bytes per element of each dtype permitted in a layout."""
 
 TRAINABLE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,9 +45,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     kind: Kind = "trainable"
-    """frozen and buffer (persistent, at version 0) never change: they travel once to each joiner."""
+    """frozen and buffer (persistent buffers) are static: the run sends them once to each joining learner."""
     merge: MergeKind = "rda"
-    """mean for embeddings and what is tied to one (paper: Avg on the embedding component, RDA on all else)."""
+    """mean for embeddings and tensors tied to one (arXiv 2604.21428, section 3: Avg on the embedding component, RDA on
+    all else)."""
     tied: tuple[str, ...] = ()
 
     @property
@@ -70,12 +71,12 @@ class Layout:
 
     @cached_property
     def trainable(self) -> tuple[TensorSpec, ...]:
-        """What is cut into fragments: trainable and not empty."""
+        """The tensors cut into fragments: trainable and not empty."""
         return tuple(t for t in self.tensors if t.kind == "trainable" and t.numel)
 
     @cached_property
     def static(self) -> tuple[TensorSpec, ...]:
-        """What belongs to version 0 and never changes, in layout order."""
+        """The static tensors: frozen parameters and persistent buffers, in layout order."""
         return tuple(t for t in self.tensors if t.kind != "trainable")
 
     @property
@@ -92,7 +93,7 @@ class Layout:
         return hashlib.sha256(json.dumps(self.to_wire(), separators=(",", ":")).encode()).hexdigest()
 
     def difference(self, other: Layout) -> str:
-        """The first difference in words, '' if there is none. `self` is the run's layout, `other` the newcomer's."""
+        """The first difference as a sentence, '' if there is none. `self` is the run's layout, `other` the joiner's."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
             if mine != theirs:
                 return f"the run has {mine.describe()}, you have {theirs.describe()}" + (
@@ -105,24 +106,24 @@ class Layout:
         return ""
 
     def to_wire(self) -> list[list[object]]:
-        """Plain lists, as Hello and the checkpoint's manifest carry them."""
+        """Plain lists, as in a Hello and in a checkpoint's manifest."""
         return [[t.name, list(t.shape), t.dtype, t.kind, t.merge, list(t.tied)] for t in self.tensors]
 
     @staticmethod
     def from_wire(rows: object) -> Layout:
-        """The layout in plain lists as a Layout; Malformed if anything in it is not what it must be."""
+        """The Layout in plain lists; Malformed if any value is invalid."""
         if not isinstance(rows, list) or not rows:
             raise Malformed("layout", "not a list of tensors")
         return Layout.of_tensors(tuple(tensor_from_wire(row) for row in rows))
 
     @staticmethod
     def of_tensors(tensors: tuple[TensorSpec, ...]) -> Layout:
-        """A layout of these tensors; Malformed if they are too many, or do not make one together."""
+        """The layout of `tensors`; Malformed if there are too many, a name is repeated, or none is trainable."""
         if len(tensors) > MAX_TENSORS:
-            raise Malformed("layout", f"{len(tensors)} tensors, and {MAX_TENSORS} are the most")
+            raise Malformed("layout", f"{len(tensors)} tensors; at most {MAX_TENSORS} are permitted")
         names = [name for t in tensors for name in (t.name, *t.tied)]
         if len(set(names)) != len(names):
-            raise Malformed("layout", "a name stands twice")
+            raise Malformed("layout", "a name occurs twice")
         if not any(t.kind == "trainable" and t.numel for t in tensors):
             raise Malformed("layout", "no trainable tensor")
         return Layout(tensors)
@@ -132,7 +133,7 @@ MAX_ELEMENTS = 2**40
 
 
 def tensor_from_wire(row: object) -> TensorSpec:
-    """One row of a layout; Malformed if anything in it is not what it must be."""
+    """The tensor in one row of a layout; Malformed if any value is invalid."""
     if not isinstance(row, list) or len(row) != 6:
         raise Malformed("layout", "a tensor is not six values")
     name, shape, dtype, kind, merge, tied = row
@@ -154,7 +155,7 @@ def tensor_from_wire(row: object) -> TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one tensor lies inside its fragment's flat vector."""
+    """Position of one tensor in its fragment's flat vector."""
 
     tensor: TensorSpec
     offset: int
@@ -167,7 +168,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """One part of the plan: which tensors, and how long the flat vector is."""
+    """One fragment of the plan: its tensors and the length of its flat vector."""
 
     index: int
     slots: tuple[Slot, ...]
@@ -182,7 +183,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the trainable tensors are cut into P fragments."""
+    """The partition of the trainable tensors into P fragments."""
 
     layout: Layout
     fragments: tuple[Fragment, ...]
@@ -193,7 +194,7 @@ class Plan:
 
     @property
     def static_index(self) -> int:
-        """The number under which the static part travels: one past the last fragment."""
+        """The number of the static tensors in messages: one past the last fragment."""
         return self.P
 
     @cached_property
@@ -202,20 +203,20 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) over which tensor lies where; equal digests mean equal flat vectors."""
+        """sha256 (hex) over the position of each tensor; equal digests mean equal flat vectors."""
         rows = [[[s.tensor.name, s.offset] for s in f.slots] for f in self.fragments]
         return hashlib.sha256((self.layout.fingerprint + json.dumps(rows)).encode()).hexdigest()
 
 
 def default_fragments(layout: Layout, sync_every: int) -> int:
-    """P when the user did not say: one fragment a step, but never more than there are tensors."""
+    """P if the user sets none: one fragment for each of the H steps, but at most one for each tensor."""
     return min(sync_every, len(layout.trainable), MAX_FRAGMENTS)
 
 
 def balanced_plan(layout: Layout, fragments: int) -> Plan:
-    """Cut `layout` into `fragments` parts, greedily: largest tensor first into the smallest part.
+    """Cut `layout` into `fragments` parts greedily: largest tensor first, into the smallest part so far.
 
-    Ties are broken by layout order and by fragment number, so that everybody gets the same plan.
+    Ties are broken by layout order and by fragment number, so that all processes derive the same plan.
     SettingError if there are more fragments than trainable tensors, or fewer than one.
     """
     tensors = layout.trainable
@@ -243,12 +244,12 @@ def _lay_out(index: int, tensors: Sequence[TensorSpec]) -> Fragment:
 
 
 WRAPPER_NAMES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Under which name torch's wrappers hold the module that they wrap."""
+"""Names under which torch's wrappers hold the wrapped module."""
 
 
 def strip_wrappers(name: str) -> str:
-    """A tensor's name without what torch.compile, DDP and FSDP put in front or between, as far as a name can tell: the
-    model's own modules may be called so, too.
+    """A tensor's name without the parts that torch.compile, DDP and FSDP insert. A guess: a model's own module may have
+    such a name, too.
 
     >>> strip_wrappers("module._orig_mod.blocks.0.weight")
     'blocks.0.weight'

@@ -1,7 +1,7 @@
-"""The sockets of learners and syncer: everyone connects, only the broker binds. ZeroMQ sockets belong to one thread.
+"""ZeroMQ sockets of learners and syncer. They connect, and only the broker binds. A socket belongs to one thread.
 
-A socket comes back after an outage only while its program uses it: subscriptions are sent again when the program polls
-the socket, not before. So a link's own thread polls all of its sockets all the time, whatever the training thread does.
+After an outage ZeroMQ sends subscriptions again only when the program polls the socket. So the network thread polls all
+of its sockets continuously, whatever the training thread does.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 CONTROL_MESSAGES = 10_000
-"""Water mark of the control plane, in messages, at every socket."""
+"""High-water mark of every socket of the control plane, in messages."""
 LINGER_SECONDS = 2.0
-"""How long closing may take to hand what was sent to a broker that is there. An absent one is not waited for."""
+"""Longest time that closing waits for queued messages to reach a connected broker."""
 HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
-"""A connection on which nothing came for so long, not even a heartbeat, is closed and what waits for it is freed."""
+"""A connection without any traffic for this time, not even a heartbeat, is closed and its queue is freed."""
 RESOLVE_SECONDS = 0.5
-"""How long a new connection waits for its host name; one that is not resolved by then is connected to all the same."""
+"""Longest time that a new connection waits for the resolution of its host name before it connects anyway."""
 UNNUMBERED = frozenset({"welcome", "keyframe"})
-"""Kinds that not everybody receives; their `sequence` stays 0."""
+"""Kinds that only a part of the subscribers receives; their `sequence` stays 0."""
 SENDERS_REMEMBERED = 65_536
-"""Receivers count gaps of so many (sender, kind); the one not heard for longest is forgotten, if names are invented."""
+"""Most (sender, kind) pairs whose gaps a receiver counts; the oldest is forgotten, in case names are invented."""
 REJECTED_A_CALL = 64
-"""`SubscribeSocket.receive` skips so many malformed messages at a time: a flood of them cannot hold its caller."""
+"""Most malformed messages that one call of `SubscribeSocket.receive` skips, so that a flood cannot hold its caller."""
 SUBSCRIBE, UNSUBSCRIBE = b"\x01", b"\x00"
 LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 HOST_PATTERN = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(\.{LABEL})*")
@@ -54,7 +54,7 @@ HOST_PATTERN = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(\.{LABEL})*")
 # --- addresses -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Address:
-    """The one address that everybody needs: the broker's host and the first of its four consecutive ports.
+    """The broker's address: its host and the first of its four consecutive ports.
 
     >>> Address.parse("tcp://[::1]:5550").bulk_out
     'tcp://[::1]:5553'
@@ -66,7 +66,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The address in `tcp://HOST:PORT`; SettingError if that is not what it is."""
+        """The address in `tcp://HOST:PORT`; SettingError if `text` has another form."""
         wrong = SettingError(
             f"the broker's address {text[:200]!r} must look like tcp://HOST:{DEFAULT_PORT} (IPv6: tcp://[::1]:{DEFAULT_PORT})"
         )
@@ -80,7 +80,9 @@ class Address:
         if port is None or not (HOST_PATTERN.fullmatch(host) or is_ipv6(host)):
             raise wrong
         if not 1 <= port <= 65_532:
-            raise SettingError(f"the broker's port must lie between 1 and 65532, not {port}: it takes four in a row")
+            raise SettingError(
+                f"the broker's port must be between 1 and 65532, not {port}: it uses four consecutive ports"
+            )
         return cls(host, port)
 
     @property
@@ -115,7 +117,7 @@ def is_ipv6(host: str) -> bool:
 
 # --- options ---------------------------------------------------------------------------------------------------------
 def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE_BYTES) -> None:
-    """Set every option that all sockets share, the broker's too. To be called before connect or bind."""
+    """Set the options that all sockets share, also the broker's. Call before connect or bind."""
     options = {
         zmq.SNDHWM: hwm_messages,
         zmq.RCVHWM: hwm_messages,
@@ -131,84 +133,84 @@ def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE
         socket.setsockopt(option, value)
 
 
-def show_key(socket: Socket, key: Key) -> None:
-    """Prove `key` to the broker, have the broker prove itself, and let nobody read along. Before connect."""
+def use_key(socket: Socket, key: Key) -> None:
+    """Authenticate with `key`, authenticate the broker, and encrypt (CURVE). Call before connect."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
     socket.setsockopt(zmq.CURVE_SERVERKEY, key.broker.encode())
 
 
 CONTEXT_FILES, FILES_A_THREAD, FILES_A_SOCKET = 3, 2, 4
-"""What libzmq opens for a context, for each of its threads, and for a socket with its connection and its monitor."""
+"""Files that libzmq opens for a context, for each of its threads, and for a socket with its connection and monitor."""
 
 
 def check_sockets(who: str, sockets: int, *, io_threads: int = 1, threads: int = 0) -> None:
-    """LimitReached unless `who` may open a context with so many sockets, and start `threads` of its own."""
+    """Raise LimitReached unless `who` can open a context with `sockets` sockets, and start `threads` threads."""
     files = CONTEXT_FILES + FILES_A_THREAD * io_threads + FILES_A_SOCKET * sockets
     check_room(who, files=files, threads=1 + io_threads + threads)
 
 
 class BrokerConnection:
-    """What sending and receiving sockets share: a connection to the broker, and what becomes of it.
+    """Base of publishing and subscribing sockets: a connection to the broker, and the state of that connection.
 
-    It goes over IPv4 where the host has such an address, else over IPv6: libzmq tries one address only, and with IPv6
-    on that is ::1 for `localhost`, where a broker on 127.0.0.1 is not. A name that cannot be resolved yet is
-    asked for again at each attempt.
+    It uses IPv4 if the host has such an address, else IPv6. libzmq tries one address only, and with IPv6 enabled that
+    is ::1 for `localhost`, where a broker on 127.0.0.1 does not listen. A name that cannot be resolved yet is resolved
+    again at each attempt.
     """
 
     def __init__(self, context: Context, socket: Socket, endpoint: str, key: Key | None) -> None:
         self.socket = socket
         if key is not None:
-            show_key(socket, key)
-        self._handshakes = ConnectionMonitor(context, socket, endpoint, keyed=key is not None)
-        self._place = HostWatch(urlsplit(endpoint).hostname or "")
-        self._family = self._place.family(RESOLVE_SECONDS)
+            use_key(socket, key)
+        self._monitor = ConnectionMonitor(context, socket, endpoint, keyed=key is not None)
+        self._host = HostWatch(urlsplit(endpoint).hostname or "")
+        self._family = self._host.family(RESOLVE_SECONDS)
         socket.setsockopt(zmq.IPV6, self._family == network.AF_INET6)
         socket.connect(endpoint)
 
     def look(self) -> None:
-        """Take note of a refusal and of a name that leads nowhere, and call again after one. To be called often."""
-        self._handshakes.look()
-        connected = self._handshakes.connected
-        self._place.look(connected=connected, now=time.monotonic())
-        family = self._place.newest_family()
-        if not connected and family is not None and family != self._family:  # it was not known in time, or has moved
+        """Update `refusal` and `unresolved`, and reconnect after a rejection. To be called often."""
+        self._monitor.look()
+        connected = self._monitor.connected
+        self._host.look(connected=connected, now=time.monotonic())
+        family = self._host.newest_family()
+        if not connected and family is not None and family != self._family:  # resolved late, or changed
             self._family = family
             self.socket.setsockopt(zmq.IPV6, family == network.AF_INET6)
-            self._handshakes.reconnect()
+            self._monitor.reconnect()
 
     @property
     def refusal(self) -> Refusal | None:
-        """Why the broker takes no connection of ours; None if it does, or is not there."""
-        return self._handshakes.refusal
+        """Why the broker rejects the connection; None if it does not, or is not reachable."""
+        return self._monitor.refusal
 
     @property
     def unresolved(self) -> str:
-        """Why the broker's host name leads nowhere, in a sentence; "" if it does, or that is not known."""
-        return self._place.unresolved
+        """Why the broker's host name cannot be resolved, in a sentence; "" if it can, or that is not known."""
+        return self._host.unresolved
 
     def close(self) -> None:
-        """Give the socket up; what was sent still goes out for its linger time while the context is closed."""
-        self._handshakes.close()
+        """Close the socket; queued messages are still sent during the linger time while the context is closed."""
+        self._monitor.close()
         self.socket.close()
 
 
-def refusal_of(lines: Iterable[BrokerConnection], broker: str, key: Path | None) -> str:
-    """Why the broker does not let one of `lines` in, in a sentence; "" if it lets all in, or is not there."""
-    return next((line.refusal.told(broker, key) for line in lines if line.refusal is not None), "")
+def refusal_of(connections: Iterable[BrokerConnection], broker: str, key: Path | None) -> str:
+    """Why the broker rejects one of `connections`, in a sentence; "" if it rejects none, or is not reachable."""
+    return next((each.refusal.sentence(broker, key) for each in connections if each.refusal is not None), "")
 
 
-def unresolved_of(lines: Iterable[BrokerConnection]) -> str:
-    """Why the broker cannot be looked for at all, in a sentence; "" if it can."""
-    return next((line.unresolved for line in lines if line.unresolved), "")
+def unresolved_of(connections: Iterable[BrokerConnection]) -> str:
+    """Why the broker's host name cannot be resolved, in a sentence; "" if it can."""
+    return next((each.unresolved for each in connections if each.unresolved), "")
 
 
 # --- sending ---------------------------------------------------------------------------------------------------------
 class PublishSocket(BrokerConnection):
-    """Publishes to one plane of the broker, and knows whether the broker is listening.
+    """Publishes to one plane of the broker, and detects whether the broker receives.
 
-    An XPUB instead of a PUB: it hands over the broker's own subscription, which proves that what is sent from now on
-    arrives there. When the connection breaks, the subscription is withdrawn, with all that still waited to be sent.
+    An XPUB instead of a PUB: it delivers the broker's own subscription, which proves that messages sent from then on
+    arrive there. When the connection breaks, the subscription is withdrawn and queued messages are dropped.
     """
 
     def __init__(self, context: Context, endpoint: str, *, hwm_messages: int, key: Key | None = None) -> None:
@@ -224,11 +226,11 @@ class PublishSocket(BrokerConnection):
 
     @property
     def proven(self) -> bool:
-        """The broker's subscription was read and not withdrawn since."""
+        """The broker's subscription was read and has not been withdrawn since."""
         return self._subscriptions > 0
 
     def read_subscriptions(self) -> None:
-        """Take what the broker says. To be called whenever the socket polls readable; `send` does it as well."""
+        """Read the broker's subscriptions. Call when the socket polls readable; `send` calls it, too."""
         while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             frame = self.socket.recv(zmq.NOBLOCK)
             if frame == SUBSCRIBE:
@@ -237,10 +239,11 @@ class PublishSocket(BrokerConnection):
                 self._subscriptions = max(0, self._subscriptions - 1)
 
     def send(self, message: Message) -> bool:
-        """Number and send `message`; False, and nothing was sent, where no broker listens or the water mark is reached.
+        """Number and send `message`. Returns False, with nothing sent, if no broker receives or the high-water mark is
+        reached.
 
-        After False try again at a later turn of the loop: there is no event to poll for. What was sent stays as it
-        was: a payload in a buffer that could be written to is copied. SettingError for what no socket would take.
+        After False try again in a later turn of the loop: there is no event to poll for. A payload in a writable buffer
+        is copied. SettingError if the message is larger than any socket accepts.
         """
         self.read_subscriptions()
         if not self.proven:
@@ -250,7 +253,7 @@ class PublishSocket(BrokerConnection):
         frames = encode(message)
         size = sum(len(frame) for frame in frames)
         if size > MESSAGE_BYTES:
-            raise SettingError(f"a {message.KIND} of {size} bytes cannot be sent: {MESSAGE_BYTES} are the most")
+            raise SettingError(f"a {message.KIND} of {size} bytes cannot be sent: the limit is {MESSAGE_BYTES}")
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_immutable(frames[-1]))
         except zmq.Again:
@@ -261,13 +264,13 @@ class PublishSocket(BrokerConnection):
 
 
 def is_immutable(buffer: bytes | memoryview) -> bool:
-    """Nobody can ever change it: `bytes`, or a view of some. A read-only view of anything else can change below."""
+    """Whether the buffer can never change: `bytes`, or a view of them. A read-only view of other memory can change."""
     return isinstance(buffer.obj if isinstance(buffer, memoryview) else buffer, bytes)
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
 class SubscribeSocket(BrokerConnection):
-    """Receives from one plane of the broker what was subscribed to, checked, and counts what is missing."""
+    """Receives subscribed messages from one plane of the broker, checks them, and counts gaps in their numbers."""
 
     def __init__(
         self,
@@ -280,15 +283,15 @@ class SubscribeSocket(BrokerConnection):
     ) -> None:
         socket = context.socket(zmq.SUB)
         configure(socket, hwm_messages=hwm_messages)
-        socket.setsockopt(zmq.LINGER, 0)  # it sends subscriptions only, which nobody needs any more
+        socket.setsockopt(zmq.LINGER, 0)  # it sends subscriptions only, useless after it is closed
         super().__init__(context, socket, endpoint, key)
         self.on_malformed = on_malformed
         self.bytes_received = 0
         self.rejected: Counter[str] = Counter()
         """Malformed messages by reason."""
         self.gaps = 0
-        """Messages that never came, by the numbers of those that did."""
-        self._heard: dict[tuple[str, str, str, int], int] = {}
+        """Messages that did not arrive, counted by gaps in the sequence numbers."""
+        self._newest: dict[tuple[str, str, str, int], int] = {}
 
     def subscribe(self, prefix: bytes) -> None:
         self.socket.setsockopt(zmq.SUBSCRIBE, prefix)
@@ -297,9 +300,9 @@ class SubscribeSocket(BrokerConnection):
         self.socket.setsockopt(zmq.UNSUBSCRIBE, prefix)
 
     def receive(self) -> Message | None:
-        """The next message that is what it says, or None when none waits. Never blocks.
+        """The next valid message, or None if none is waiting. Never blocks.
 
-        A payload is a view of the received frame: it stays valid as long as somebody holds it.
+        A payload is a view of the received frame and stays valid as long as a reference to it exists.
         """
         for _ in range(REJECTED_A_CALL):
             frames = self._read()
@@ -318,11 +321,11 @@ class SubscribeSocket(BrokerConnection):
 
     def _read(self) -> list[memoryview]:
         frames: list[memoryview] = []
-        with contextlib.suppress(zmq.Again):  # nothing waits; the frames of one message arrive together
+        with contextlib.suppress(zmq.Again):  # none is waiting; the frames of one message arrive together
             while True:
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
                 self.bytes_received += len(frame)
-                if len(frames) < 4:  # one more than any message has tells `decode` enough
+                if len(frames) < 4:  # one more than any message has: enough for `decode` to reject
                     frames.append(frame.buffer)
                 if not frame.more:
                     break
@@ -333,17 +336,17 @@ class SubscribeSocket(BrokerConnection):
             return
         lifetime = getattr(message, "incarnation", 0) or getattr(message, "epoch", 0)
         sender = (message.run, getattr(message, "name", ""), message.KIND, lifetime)
-        before = self._heard.pop(sender, None)
+        before = self._newest.pop(sender, None)
         if before is not None and message.sequence > before + 1:
             self.gaps = min(MAX_COUNT, self.gaps + message.sequence - before - 1)
-        self._heard[sender] = max(message.sequence, before or 0)
-        if len(self._heard) > SENDERS_REMEMBERED:
-            del self._heard[next(iter(self._heard))]
+        self._newest[sender] = max(message.sequence, before or 0)
+        if len(self._newest) > SENDERS_REMEMBERED:
+            del self._newest[next(iter(self._newest))]
 
 
 # --- waking a poller -------------------------------------------------------------------------------------------------
 class Waker:
-    """Wakes the poller of one thread from any other: register `socket` for reading, `clear` when it is."""
+    """Wakes the poller of one thread from any other: register `socket` for reading, `clear` when it is readable."""
 
     def __init__(self) -> None:
         self.socket, self._far = network.socketpair()
@@ -354,8 +357,8 @@ class Waker:
         return self.socket.fileno()
 
     def wake(self) -> None:
-        """Safe from every thread, also after `close`."""
-        with contextlib.suppress(OSError):  # full: a wake-up is waiting already; closed: nobody is left to wake
+        """Wake the poller. Thread-safe, also after `close`."""
+        with contextlib.suppress(OSError):  # full: a wake-up is pending already; or closed
             self._far.send(b"\0")
 
     def clear(self) -> None:

@@ -150,12 +150,12 @@ class _Replay:
     def _life(self, name: str, incarnation: int) -> _Life:
         who = (name, incarnation)
         if who not in self._lives:
-            if who not in self._tape.lives:
+            if who not in self._tape.learners:
                 raise SettingError(
                     f"the tape has no file {name}-{incarnation}.jsonl, and what that learner sent was merged; "
                     "it was started without --tape, or elsewhere: lay its file beside the others"
                 )
-            self._lives[who] = _Life(self._tape.lives[who], self._world)
+            self._lives[who] = _Life(self._tape.learners[who], self._world)
         return self._lives[who]
 
     def _merge(self, number: int, row: Row) -> None:
@@ -179,7 +179,7 @@ class _Replay:
 
     def _torch(self) -> str:
         """What may be why."""
-        theirs = {str(file.head.get("torch")) for file in self._tape.lives.values()} - {torch.__version__}
+        theirs = {str(file.head.get("torch")) for file in self._tape.learners.values()} - {torch.__version__}
         if theirs:
             return f", which was made by torch {', '.join(sorted(theirs))}; this is {torch.__version__}"
         return "; it was made on another machine, or it was changed"
@@ -323,7 +323,7 @@ def _task(file: JournalFile) -> TaskSettings:
 def _uses(tape: RunJournal) -> Counter[tuple[int, int]]:
     """How often each (fragment, version) is taken by some life."""
     uses: Counter[tuple[int, int]] = Counter()
-    for file in tape.lives.values():
+    for file in tape.learners.values():
         uses.update(enumerate(file["versions"]))
         uses.update((p, v) for row in file.rows for p, _, v, _ in row.get("adopted", ()))
     return uses

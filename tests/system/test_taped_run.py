@@ -49,7 +49,7 @@ def test_a_real_run_s_bits_are_made_again(taped: House, capsys: pytest.CaptureFi
 
 
 def test_each_life_of_a_learner_has_a_tape_of_its_own(taped: House) -> None:
-    names = [name for name, _ in read_journal(taped.folder.path).lives]
+    names = [name for name, _ in read_journal(taped.folder.path).learners]
     assert sorted(names) == ["learner-1", "learner-1", "learner-2"]
 
 

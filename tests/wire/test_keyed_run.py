@@ -105,7 +105,7 @@ def test_a_syncer_that_is_refused_says_so_while_it_waits(site: Site) -> None:
     ("name", "more", "said"),
     [
         ("b", [], "--name b is not for the key"),
-        ("a", ["--run", "other"], "--run other is not the run that the key"),
+        ("a", ["--run", "other"], "not for --run other"),
     ],
     ids=["name", "run"],
 )

@@ -193,10 +193,10 @@ def endpoints(address: Address) -> list[str]:
 def cut_off(mine: list[BrokerConnection]) -> None:
     """Let all of them be cut off again and again, as on a busy machine, and hear nothing else."""
     for line in mine:
-        handshakes = line._handshakes
+        handshakes = line._monitor
         for _ in range(BROKEN_OFF):
             handshakes._take(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, 0)
-        question = handshakes._question
+        question = handshakes._probe
         assert question is not None
         wait_for(lambda question=question: question.answer is not None, "the broker answers")  # type: ignore[misc]
         handshakes._answered(question.answer or "")

@@ -315,7 +315,7 @@ def test_senders_with_invented_names_and_numbers_cost_a_receiver_bounded_memory(
         for i in range(500):
             down._count_gap(alive(f"n{i}", sequence=1))
             down._count_gap(alive("steady", sequence=i + 1))
-        assert len(down._heard) <= 50
+        assert len(down._newest) <= 50
         assert down.gaps == 0, "who is heard all the time is remembered"
         down._count_gap(alive("steady", sequence=2**53))
         down._count_gap(alive("n499", sequence=2**53))

@@ -69,7 +69,7 @@ def test_a_name_that_leads_nowhere_any_more_is_named_and_forgotten_once_it_is_ba
             for line in lines:
                 line.socket.poll(5)
                 line.look()
-            return all(line._handshakes.connected for line in lines)
+            return all(line._monitor.connected for line in lines)
 
         wait_for(looked, "both are connected")
         known[0] = False

@@ -78,9 +78,9 @@ def test_without_a_key_they_are_what_is_given() -> None:
 
 
 WRONG: list[Any] = [
-    pytest.param({"run": "other"}, r"--run other is not the run that the key .*site-7\.key is for: r", id="run"),
-    pytest.param({"name": "site-8"}, r"--name site-8 is not for the key .* only site-7 and site-7-\* are", id="name"),
-    pytest.param({"name": "site-70"}, r"--name site-70 is not for the key", id="a longer name"),
+    pytest.param({"run": "other"}, r"the key .*site-7\.key is for the run r, not for --run other", id="run"),
+    pytest.param({"name": "site-8"}, r"the key .* permits only the names site-7 and site-7-\*, not --name site-8", id="name"),
+    pytest.param({"name": "site-70"}, r"permits only the names site-7 and site-7-\*, not --name site-70", id="a longer name"),
     pytest.param({"key": Path("/nowhere/k")}, r"the key file /nowhere/k cannot be read", id="no file"),
 ]
 
@@ -103,7 +103,7 @@ def test_what_a_key_does_not_allow_is_said_before_anything_connects(
 def test_a_key_of_another_role_does_not_serve(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     file = made(tmp_path, "observer", "eye")
-    with pytest.raises(SettingError, match=r"eye\.key is for observers and does not serve here; .* --role learner"):
+    with pytest.raises(SettingError, match=r"eye\.key is for observers and cannot be used here; .* --role learner"):
         join(NOBODY, model, torch.optim.SGD(model.parameters(), lr=1), key=file)
     with pytest.raises(SettingError, match=r"is for syncers .* --role observer"):
         Observer(NOBODY, model, key=made(tmp_path, "syncer", "s"))

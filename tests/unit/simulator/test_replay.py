@@ -217,7 +217,7 @@ def test_rows_that_make_no_sense_are_named(changed: Callable[..., Path]) -> None
 
 
 def test_no_tape_at_all(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="no folder with a tape"):
+    with pytest.raises(SettingError, match="not a folder with a tape"):
         read_journal(tmp_path / "nowhere")
     with pytest.raises(SettingError, match="holds no syncer's tape"):
         read_journal(tmp_path)

@@ -108,7 +108,7 @@ def test_who_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None
     members = [*alone(1.0), VirtualMember("late", [(steady(1.0, begins=20.0), math.inf)])]
     substance = TrainedModel(chosen, TASK, load_corpus(None, TASK.sequence_length), tape=tmp_path)
     VirtualCluster(chosen, substance, members, NetworkPath(latency_seconds=3.0), tmp_path).run()
-    (life,) = [f for (name, _), f in read_journal(tmp_path).lives.items() if name == "late"]
+    (life,) = [f for (name, _), f in read_journal(tmp_path).learners.items() if name == "late"]
     told = [row["progress"] for row in life.rows if "progress" in row]
     assert told[0] > 1, "with a way of 3 s the run itself is slow"
 
