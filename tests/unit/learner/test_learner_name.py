@@ -79,8 +79,10 @@ def test_without_a_key_they_are_what_is_given() -> None:
 
 WRONG: list[Any] = [
     pytest.param({"run": "other"}, r"the key .*site-7\.key is for the run r, not for --run other", id="run"),
-    pytest.param({"name": "site-8"}, r"the key .* permits only the names site-7 and site-7-\*, not --name site-8", id="name"),
-    pytest.param({"name": "site-70"}, r"permits only the names site-7 and site-7-\*, not --name site-70", id="a longer name"),
+    pytest.param({"name": "site-8"}, r"permits only the names site-7 and site-7-\*, not --name site-8", id="name"),
+    pytest.param(
+        {"name": "site-70"}, r"permits only the names site-7 and site-7-\*, not --name site-70", id="a longer name"
+    ),
     pytest.param({"key": Path("/nowhere/k")}, r"the key file /nowhere/k cannot be read", id="no file"),
 ]
 

@@ -186,13 +186,13 @@ def test_a_tape_whose_writer_was_killed_is_read_up_to_its_last_whole_line(change
     ("content", "said"),
     [
         ("", "holds no syncer's tape"),
-        ("no json\n", "line 1: no event"),
+        ("no json\n", "line 1: not an event"),
         ('{"what": "tape", "version": 1, "of": "syncer"}\n', "has no 'epoch'"),
         (
             '{"what": "tape", "version": 99, "of": "syncer", "epoch": 1}\n',
-            "a tape of version 99, and this program reads version 1",
+            "a tape of version 99, but this program reads version 1",
         ),
-        ('["what"]\n', "line 1: no event"),
+        ('["what"]\n', "line 1: not an event"),
     ],
 )
 def test_what_is_no_tape_is_one_sentence(tmp_path: Path, content: str, said: str) -> None:
@@ -225,7 +225,7 @@ def test_no_tape_at_all(tmp_path: Path) -> None:
 
 def test_a_tape_is_not_written_over(tmp_path: Path) -> None:
     JournalWriter(tmp_path, "syncer-1", of="syncer").close()
-    with pytest.raises(SettingError, match="is not written over"):
+    with pytest.raises(SettingError, match="is never overwritten"):
         JournalWriter(tmp_path, "syncer-1", of="syncer")
 
 
