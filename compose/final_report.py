@@ -38,7 +38,7 @@ def figures(folder: RunFolder) -> dict[str, Any]:
     run_map = folder.run_map()
     summary = {"run": folder.setup().settings.run} | folder.summary()
     asked = run_map.get("learners_asked") or [row["name"] for row in summary.get("learners", [])]
-    return run_figures(summary, asked=asked, faults=run_map.get("faults", 0), evaluations=folder.evaluations())
+    return run_figures(summary, requested=asked, faults=run_map.get("faults", 0), evaluations=folder.evaluations())
 
 
 def show_summary(shown: Mapping[str, Any], console: PlainConsole) -> None:

@@ -16,7 +16,7 @@ from ..common.output import deliver
 from ..common.printable import json_line
 from ..common.registry_preflight import store_advice
 from ..monitor.console import PlainConsole
-from ..monitor.status import Source
+from ..monitor.status import RunSource
 from ..monitor.watch import Display, open_display
 from .final_report import figures, judge_final, show_results
 from .preflight import Prepared, prepare
@@ -101,10 +101,10 @@ def _print_start(supervisor: Supervisor, console: PlainConsole) -> None:
 
 def _supervise(supervisor: Supervisor, stop_request: StopRequest, display: Display) -> None:
     """Restart processes and show progress until the run finishes or a stop is requested."""
-    source = Source(supervisor.prepared.setup.settings.run, supervisor.redis, supervisor.folder)
+    source = RunSource(supervisor.prepared.setup.settings.run, supervisor.redis, supervisor.folder)
     now, shown_at = source.read(), 0.0
     while not (supervisor.finished or stop_request.requested):
-        for sentence in supervisor.check_processes(merged=bool(now.figures_so_far.get("merges"))):
+        for sentence in supervisor.check_processes(merged=bool(now.summary.get("merges"))):
             display.note(sentence)
         if time.monotonic() - shown_at >= _DISPLAY_SECONDS:
             now, shown_at = source.read(), time.monotonic()

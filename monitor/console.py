@@ -1,4 +1,4 @@
-"""Where tables, pictures and their notes go: a rich console that shows text as it is."""
+"""Console for tables and live displays: a rich console that prints text literally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..common.printable import printable, printable_lines
 
 
 class PlainConsole(Console):
-    """Nothing in a string is markup or an emoji code, and it is one line; no text colours, moves or erases anything."""
+    """Strings are one line without markup or emoji codes; control characters in them are escaped."""
 
     def __init__(self, *, stderr: bool = False, **more: Any) -> None:
         more.setdefault("file", unescaped(sys.stderr if stderr else sys.stdout))
@@ -26,13 +26,13 @@ class PlainConsole(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         if isinstance(renderable, Text):
-            shown = printable_lines(renderable.plain)
-            if shown != renderable.plain:
+            plain = printable_lines(renderable.plain)
+            if plain != renderable.plain:
                 renderable = renderable.copy()
-                renderable.plain = shown
+                renderable.plain = plain
         return super().render(renderable, options)
 
 
 def styled(line: str, style: str = "") -> Text:
-    """One line of text in a style."""
+    """One line of text with a style."""
     return Text(printable(line), style)

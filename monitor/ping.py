@@ -1,4 +1,6 @@
-"""`diloco ping`: through the broker and back, on both planes. A container's health check: quick, and without torch."""
+"""`diloco ping`: round trip through the broker on both planes. Serves as a container health check, so it starts quickly
+and does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,35 +25,35 @@ from ..common.sockets import (
 )
 from ..common.wire import MAX_COUNT, Beat, Ping, Plane, beat_topic, prefix
 
-EVERY_SECONDS = 0.1
-"""A ping that goes out before the broker knows who listens is lost; so another one follows."""
-TURN_MS = 20
+INTERVAL_SECONDS = 0.1
+"""A ping sent before the broker has the subscription is lost, so it is repeated."""
+POLL_MS = 20
 NUMBERS = random.SystemRandom()
 
 
 def ping(
     address: str, *, key: Path | None = None, run: str = "", wants_beat: bool = False, timeout_seconds: float = 5.0
 ) -> str:
-    """How many milliseconds a message takes to the broker at `address` and back, in a line for people.
+    """One line with the round-trip times to the broker at `address`.
 
-    wants_beat: wait for a beat as well, of `run`, or of the key's run, or of any. SettingError for a wrong argument,
-    PeerLost if something is missing after `timeout_seconds`; it says what, and why if the broker does.
+    wants_beat: also wait for a Beat of `run`, or of the key's run, or of any run. SettingError for a wrong argument,
+    PeerLost if something is missing after `timeout_seconds`; it says what, and why if known.
     """
     if not timeout_seconds > 0:
         raise SettingError(f"--timeout must be greater than 0 seconds, not {timeout_seconds:g}")
     if run:
         check_name("--run", run)
-    place, held = Address.parse(address), held_key(key)
+    parsed, held = Address.parse(address), held_key(key)
     run = run_of(held, run, key)
     check_sockets("a ping", 4)
     with zmq.Context[zmq.Socket[bytes]](io_threads=1) as context:
         up = {
-            Plane.CONTROL: PublishSocket(context, place.control_in, hwm_messages=CONTROL_MESSAGES, key=held),
-            Plane.BULK: PublishSocket(context, place.bulk_in, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.CONTROL: PublishSocket(context, parsed.control_in, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.BULK: PublishSocket(context, parsed.bulk_in, hwm_messages=CONTROL_MESSAGES, key=held),
         }
         down = {
-            Plane.CONTROL: SubscribeSocket(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held),
-            Plane.BULK: SubscribeSocket(context, place.bulk_out, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.CONTROL: SubscribeSocket(context, parsed.control_out, hwm_messages=CONTROL_MESSAGES, key=held),
+            Plane.BULK: SubscribeSocket(context, parsed.bulk_out, hwm_messages=CONTROL_MESSAGES, key=held),
         }
         name = held.name if held is not None else f"ping-{secrets.token_hex(4)}"
         trip = RoundTrip(up, down, run or "ping", name)
@@ -63,20 +65,20 @@ def ping(
             context.destroy(linger=0)
     missing = trip.missing(wants_beat=wants_beat)
     if missing:
-        lines = [*up.values(), *down.values()]
-        why = refusal_of(lines, address, key) or unresolved_of(lines)
+        endpoints = [*up.values(), *down.values()]
+        why = refusal_of(endpoints, address, key) or unresolved_of(endpoints)
         raise PeerLost(f"{why or missing.format(address=address)} (waited {timeout_seconds:g} s)")
-    return trip.told()
+    return trip.summary()
 
 
 def _wait(trip: RoundTrip, *, wants_beat: bool, seconds: float) -> None:
     until = time.monotonic() + seconds
     while trip.missing(wants_beat=wants_beat) and time.monotonic() < until:
-        trip.turn()
+        trip.poll()
 
 
 class RoundTrip:
-    """Pings on both planes, each until the first one is back."""
+    """Pings on both planes, repeated on each until one has returned."""
 
     def __init__(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket], run: str, name: str) -> None:
         self.up, self.down, self.run, self.name = up, down, run, name
@@ -85,23 +87,23 @@ class RoundTrip:
         self._sent: dict[tuple[Plane, int], float] = {}
         self._due = dict.fromkeys(Plane, 0.0)
         self._poller = zmq.Poller()
-        for line in (*up.values(), *down.values()):
-            self._poller.register(line.socket, zmq.POLLIN)
+        for endpoint in (*up.values(), *down.values()):
+            self._poller.register(endpoint.socket, zmq.POLLIN)
         for downlink in down.values():
             downlink.subscribe(prefix(run, "ping", name))
 
-    def turn(self) -> None:
-        """Send what is due, and wait a moment for what comes."""
-        for line in (*self.up.values(), *self.down.values()):
-            line.look()
+    def poll(self) -> None:
+        """Send the pings that are due and receive for up to POLL_MS."""
+        for endpoint in (*self.up.values(), *self.down.values()):
+            endpoint.look()
         for plane, uplink in self.up.items():
             now = time.monotonic()
             if plane not in self.seconds and now >= self._due[plane]:
                 number = NUMBERS.randrange(1, MAX_COUNT)
                 if uplink.send(Ping(run=self.run, name=self.name, nonce=number)):
-                    self._due[plane] = now + EVERY_SECONDS
+                    self._due[plane] = now + INTERVAL_SECONDS
                     self._sent[plane, number] = now
-        self._poller.poll(TURN_MS)
+        self._poller.poll(POLL_MS)
         for plane, downlink in self.down.items():
             while (message := downlink.receive()) is not None:
                 if isinstance(message, Ping) and (plane, message.nonce) in self._sent:
@@ -110,19 +112,19 @@ class RoundTrip:
                     self.beat = message
 
     def missing(self, *, wants_beat: bool) -> str:
-        """What did not come yet, in a sentence with a gap for the address; "" if nothing is missing."""
+        """What has not arrived yet, as a sentence with a placeholder for the address; "" if nothing is missing."""
         if not all(uplink.proven for uplink in self.up.values()) and len(self.seconds) < len(self.up):
-            return "nobody answers at {address}; is the broker running, and is the address right?"
+            return "no broker answers at {address}; is it running, and is the address right?"
         lost = [plane.name.lower() for plane in self.up if plane not in self.seconds]
         if lost:
             return (
-                f"the broker at {{address}} answers, and no ping of {self.name} came back ({' and '.join(lost)} plane)"
+                f"the broker at {{address}} answers, but no ping of {self.name} returned ({' and '.join(lost)} plane)"
             )
         if wants_beat and self.beat is None:
             which = "any run" if self.run == "ping" else f"run {self.run}"
-            return f"the broker at {{address}} is there, and no beat of {which} was heard; is the syncer running?"
+            return f"the broker at {{address}} answers, but no beat of {which} was heard; is the syncer running?"
         return ""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         line = ", ".join(f"{plane.name.lower()} {1000 * self.seconds[plane]:.1f} ms" for plane in self.up)
         return line if self.beat is None else f"{line}, run {self.beat.run} {self.beat.state} at step {self.beat.t}"

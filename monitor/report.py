@@ -1,7 +1,7 @@
-"""The report of a run: metrics.csv, and loss.png with the marks of models that need no training.
+"""Run report: metrics.csv, and loss.png with the baselines of models that need no training.
 
-Both are made from evaluations.jsonl and text.json, which the evaluator writes into the run's folder; at any moment,
-also in mid-run or after a run that broke off.
+Both are made from evaluations.jsonl and text.json, which the evaluator writes into the run's folder. They can be
+written at any time, also during a run or after one that was aborted.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ EVALUATIONS = "evaluations.jsonl"
 TEXT = "text.json"
 COLUMNS = ("seconds", "t", "part", "size", "val_loss", "cpu_seconds")
 REPORTED_PART = "B"
-"""The held-out part that stands in summaries. The other, A, is there to choose settings by."""
+"""The held-out part used in summaries. The other, A, is for choosing settings."""
 LETTERS = 160
 LINE, MARK = "#1f5fa8", "#8a8a8a"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One line of evaluations.jsonl: the global model judged once."""
+    """One line of evaluations.jsonl: one evaluation of the global model."""
 
     seconds: float
-    """Since the evaluator first started in this run."""
+    """Since the evaluator's first start in this run."""
     t: int
     """Global step."""
     part: str
     """Held-out part, A or B."""
     size: str
-    """small: every few seconds on a few windows. full: at version 0 and at the end."""
+    """small: every few seconds, on a few windows. full: at version 0 and at the end."""
     val_loss: float
     """Nats per byte."""
     cpu_seconds: float = 0.0
-    """What this evaluation cost."""
+    """CPU time of this evaluation."""
 
 
 def read_evaluations(folder: Path) -> list[Evaluation]:
-    """All evaluations of the run in `folder`, oldest first; none if there is no file yet."""
+    """All evaluations of the run in `folder`, oldest first; empty if there is no file yet."""
     path = folder / EVALUATIONS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return list(_parsed(lines))
@@ -62,25 +62,25 @@ def _parsed(lines: Sequence[str]) -> Iterator[Evaluation]:
             row = json.loads(line)
             yield Evaluation(**{name: value for name, value in row.items() if name in names})
         except (ValueError, TypeError, AttributeError):
-            # a process killed while it wrote leaves half a line; all others are still true
+            # a process killed while writing leaves half a line; the others are still valid
             log.warning("evaluation_unreadable", file=EVALUATIONS, line=number)
 
 
 def first_and_last_loss(evaluations: Sequence[Evaluation], part: str = REPORTED_PART) -> tuple[float, float] | None:
-    """Validation loss at version 0 and of the newest full evaluation on `part`; None before there is one."""
+    """Validation loss at version 0 and in the newest full evaluation on `part`; None if there is none."""
     full = [e for e in evaluations if e.size == "full" and e.part == part]
     return (full[0].val_loss, full[-1].val_loss) if full else None
 
 
 def read_text_facts(folder: Path) -> dict[str, Any]:
-    """What the run's text is: source, tokens, sha256, holds_out, baselines {part: {uniform, unigram, bigram}}."""
+    """Facts on the run's text: source, tokens, sha256, holds_out, baselines {part: {uniform, unigram, bigram}}."""
     path = folder / TEXT
     facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return facts
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Write metrics.csv and, once there is an evaluation, loss.png into the run's folder; the files written."""
+    """Write metrics.csv and, if there is an evaluation, loss.png into the run's folder; returns the written files."""
     evaluations = read_evaluations(folder)
     written = [write_metrics(folder / "metrics.csv", evaluations)]
     if evaluations:
@@ -89,19 +89,19 @@ def write_report(folder: Path) -> list[Path]:
 
 
 def write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
-    """One row an evaluation. The file is either the old one or the whole new one."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w", newline="", encoding="utf-8") as file:
+    """Write one row per evaluation, atomically."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(COLUMNS)
         for e in evaluations:
             table.writerow([getattr(e, name) for name in COLUMNS])
-    aside.replace(path)
+    temporary.replace(path)
     return path
 
 
 def draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any]) -> Path:
-    """The picture of the run as a PNG: validation loss over global steps, beside the baselines of the same part."""
+    """Plot validation loss over global steps as a PNG, with the baselines of the same part."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the report needs it
 
     figure = Figure(figsize=(9, 5.4), dpi=130, layout="constrained")
@@ -118,37 +118,37 @@ def draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     if text:
-        source, million = _in_the_font(text["source"]), text["tokens"] / 1e6
-        origin = f"{source}, {million:.1f} million bytes, sha256 {_in_the_font(text['sha256'])[:12]}"
+        source, million = _printable_in_font(text["source"]), text["tokens"] / 1e6
+        origin = f"{source}, {million:.1f} million bytes, sha256 {_printable_in_font(text['sha256'])[:12]}"
         figure.text(0.995, 0.005, origin, ha="right", va="bottom", fontsize=7, color=MARK, parse_math=False)
-    aside = path.with_name(path.name + ".tmp")
-    figure.savefig(aside, format="png")
-    aside.replace(path)
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
     return path
 
 
 def _draw_marks(axes: Axes, baselines: dict[str, float], last_step: int) -> None:
-    """A dashed line for each model that needs no training, with its name and value above its right end."""
+    """A dashed line for each baseline, with its name and value above its right end."""
     for name, nats in baselines.items():
         axes.axhline(nats, color=MARK, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
-            f"{_in_the_font(name)[:20]} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
+            f"{_printable_in_font(name)[:20]} {nats:.2f}", (last_step, nats), xytext=(0, 3), textcoords="offset points",
             ha="right", va="bottom", fontsize=9, color="#5a5a5a", zorder=5, parse_math=False,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
 
 
-def _in_the_font(text: str) -> str:
-    """The font has not every letter that a path may have, and the picture not room for every length."""
+def _printable_in_font(text: str) -> str:
+    """`text` in characters that the font has, shortened to fit the figure."""
     return printable(text).encode("ascii", "replace").decode()[:LETTERS]
 
 
 def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
-    """The loss as a line with a dot for each evaluation; the full ones are larger, the last one's value is written."""
+    """The loss as a line with a dot per evaluation, larger for full ones, and the last value as text."""
     if not evaluations:
         return
-    for stretch in _stretches(evaluations):
-        axes.plot([e.t for e in stretch], [e.val_loss for e in stretch], color=LINE, linewidth=2, zorder=3)
+    for segment in _segments(evaluations):
+        axes.plot([e.t for e in segment], [e.val_loss for e in segment], color=LINE, linewidth=2, zorder=3)
     for size, area in (("small", 14), ("full", 48)):
         dots = [e for e in evaluations if e.size == size]
         axes.scatter([e.t for e in dots], [e.val_loss for e in dots], s=area, color=LINE, zorder=4)
@@ -159,11 +159,11 @@ def _draw_curve(axes: Axes, evaluations: Sequence[Evaluation]) -> None:
     )  # fmt: skip
 
 
-def _stretches(evaluations: Sequence[Evaluation]) -> list[list[Evaluation]]:
-    """The evaluations in pieces without a step back: a run that goes on from a checkpoint begins a new piece."""
-    pieces: list[list[Evaluation]] = []
+def _segments(evaluations: Sequence[Evaluation]) -> list[list[Evaluation]]:
+    """Evaluations split wherever the step decreases: a run resumed from a checkpoint starts a new segment."""
+    segments: list[list[Evaluation]] = []
     for e in evaluations:
-        if not pieces or e.t < pieces[-1][-1].t:
-            pieces.append([])
-        pieces[-1].append(e)
-    return pieces
+        if not segments or e.t < segments[-1][-1].t:
+            segments.append([])
+        segments[-1].append(e)
+    return segments

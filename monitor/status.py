@@ -1,4 +1,4 @@
-"""How a run stands: read from the store, and from the run's folder where that is on this machine."""
+"""Run status: read from Redis, and from the run's folder if that is on this machine."""
 
 from __future__ import annotations
 
@@ -17,39 +17,42 @@ from ..common.run_folder import RunFolder, all_runs, find
 from .run_figures import REPORTED_PART, run_figures
 
 TRAINING = ("running", "draining", "stopping", "finished")
-"""States in which the store has the run's step and tokens."""
+"""States in which Redis has the run's step and tokens."""
 RATE_SECONDS = 15.0
-"""Tokens a second and the time left are means over so long."""
+"""Window over which tokens per second and the time left are averaged."""
 
-UNSEEN = (
-    "the step is the last checkpoint's: its syncer was started by itself; "
-    "to see how it stands, start that with --redis URL, and give the same here"
+NO_STORE = (
+    "the step is that of the last checkpoint, because its syncer was not started by `diloco up`; "
+    "to see more, start it with --redis URL and give the same URL here"
 )
-SILENT = "the step is the last checkpoint's: it ended without a last word; go on by `diloco up --resume {}`"
+NO_SUMMARY = (
+    "the step is that of the last checkpoint, because the run ended without a summary; "
+    "continue it with `diloco up --resume {}`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run at one moment. What is not known (yet) is None or empty."""
+    """A run at one moment. Unknown values are None or empty."""
 
     run: str
     state: str
     t: int = 0
     steps: int = 0
-    figures_so_far: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
     """As in summary.json."""
     learners: Sequence[Mapping[str, Any]] = ()
-    """As in summary.json, and what is of interest only while they run."""
+    """As in summary.json, and what matters only while they run."""
     evaluations: Sequence[Mapping[str, Any]] = ()
     events: Sequence[Mapping[str, Any]] = ()
-    asked: Sequence[str] = ()
+    requested: Sequence[str] = ()
     faults: int = 0
     processes: Mapping[str, int] = field(default_factory=dict)
-    """Name -> process id of what runs on this machine."""
+    """Name -> process id of the run's processes on this machine."""
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     trouble: str = ""
-    """Why nothing new could be read; what is shown is older."""
+    """Why nothing new could be read; the other values are older."""
 
     @property
     def live(self) -> list[str]:
@@ -57,20 +60,20 @@ class RunStatus:
 
     @property
     def blocked(self) -> str:
-        """Why the run does not move, and for how long; '' while it does."""
-        why, seconds = self.figures_so_far.get("blocked"), self.figures_so_far.get("blocked_seconds") or 0
+        """Why the run makes no progress, and for how long; '' while it does."""
+        why, seconds = self.summary.get("blocked"), self.summary.get("blocked_seconds") or 0
         return f"blocked for {seconds:.0f} s: {printable(str(why))}" if why else ""
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Of each learner whose messages are rejected again and again: why."""
+        """Learner -> why its messages are repeatedly rejected."""
         why = {row["name"]: row.get("rejected_reason") for row in self.learners}
         return {name: printable(str(reason)) for name, reason in sorted(why.items()) if reason}
 
     @property
     def saving(self) -> str:
-        """How old the newest checkpoint is, and why there is no newer one; "" where neither is known."""
-        saved_at, error = self.figures_so_far.get("saved_at"), self.figures_so_far.get("save_error")
+        """Age of the newest checkpoint, and why there is no newer one; "" if neither is known."""
+        saved_at, error = self.summary.get("saved_at"), self.summary.get("save_error")
         if not isinstance(saved_at, int | float):
             return f"no checkpoint yet, failing: {printable(str(error))}" if error else ""
         age = f"last checkpoint {max(0.0, time.time() - saved_at):.0f} s ago"
@@ -78,35 +81,35 @@ class RunStatus:
 
     @property
     def troubles(self) -> list[str]:
-        """What a person should know: why nothing new could be read, why the run is blocked, why nothing is saved."""
-        failing = self.saving if self.figures_so_far.get("save_error") else ""
+        """Problems to show: why nothing new could be read, why the run is blocked, why nothing is saved."""
+        failing = self.saving if self.summary.get("save_error") else ""
         return [sentence for sentence in (self.trouble, self.blocked, failing) if sentence]
 
     @property
     def val_loss(self) -> float | None:
-        """Nats per byte of the newest evaluation, small or full, on the part that is for reporting."""
-        judged = [row for row in self.evaluations if row.get("part") == REPORTED_PART]
-        return judged[-1]["val_loss"] if judged else None
+        """Nats per byte of the newest evaluation, small or full, on the part for reporting."""
+        rows = [row for row in self.evaluations if row.get("part") == REPORTED_PART]
+        return rows[-1]["val_loss"] if rows else None
 
     def figures(self) -> dict[str, Any]:
-        """What `diloco status --json` tells: the keys of `diloco up --json`, the state, and process ids."""
-        summary = {**self.figures_so_far, "run": self.run, "t": self.t, "learners": self.learners}
-        asked = self.asked or [row["name"] for row in self.learners]
-        told = run_figures(summary, asked=asked, faults=self.faults, evaluations=self.evaluations)
+        """The output of `diloco status --json`: the keys of `diloco up --json`, the state, and process ids."""
+        summary = {**self.summary, "run": self.run, "t": self.t, "learners": self.learners}
+        requested = self.requested or [row["name"] for row in self.learners]
+        figures = run_figures(summary, requested=requested, faults=self.faults, evaluations=self.evaluations)
         more = {
             "state": self.state,
             "steps_total": self.steps,
             "processes": dict(self.processes),
-            "saved_at": self.figures_so_far.get("saved_at"),
-            "save_error": self.figures_so_far.get("save_error") or "",
+            "saved_at": self.summary.get("saved_at"),
+            "save_error": self.summary.get("save_error") or "",
             "blocked": self.blocked,
             "rejected": self.rejected,
         }
-        return told | more | {"trouble": self.trouble} if self.trouble else told | more
+        return figures | more | {"trouble": self.trouble} if self.trouble else figures | more
 
 
-class Source:
-    """Where a run is read from: a store, a folder, or both. It remembers what rates need."""
+class RunSource:
+    """The source of a run's status: Redis, the run's folder, or both. Keeps recent readings to compute rates."""
 
     def __init__(self, run: str, url: str, folder: RunFolder | None = None) -> None:
         self.run = run
@@ -114,30 +117,30 @@ class Source:
         self._folder = folder
         self._last = RunStatus(run=run, state="starting")
         self._seen: deque[tuple[float, int, int]] = deque()
-        """(seconds, global step, tokens reported) of the last readings."""
+        """(seconds, global step, tokens reported) of recent readings."""
 
     def read(self) -> RunStatus:
-        """The run now; the last reading, with `trouble` set, where the store does not answer."""
+        """The current status; the last one, with `trouble` set, if Redis does not answer."""
         local = self._local()
         if self._folder is not None and not self._folder.is_up():
             return self._ended(local)
         try:
             stored = read_status(self._url, self.run)
-        except DilocoError as wrong:
-            return RunStatus(**{**vars(self._last), **local, "trouble": str(wrong)})
+        except DilocoError as error:
+            return RunStatus(**{**vars(self._last), **local, "trouble": str(error)})
         self._last = self._from_store(stored, local)
         return self._last
 
     def _local(self) -> dict[str, Any]:
-        """What the folder knows."""
+        """The values read from the folder."""
         if self._folder is None:
             return {}
-        told = self._folder.run_map()
+        run_map = self._folder.run_map()
         return {
             "evaluations": self._folder.evaluations(),
-            "asked": told.get("learners_asked", []),
-            "faults": told.get("faults", 0),
-            "processes": told.get("processes", {}) if self._folder.is_up() else {},
+            "requested": run_map.get("learners_asked", []),
+            "faults": run_map.get("faults", 0),
+            "processes": run_map.get("processes", {}) if self._folder.is_up() else {},
         }
 
     def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> RunStatus:
@@ -150,24 +153,24 @@ class Source:
         here = {
             row["name"]: row["pid"] for row in learners if row.get("host") == socket.gethostname() and row.get("pid")
         }
-        rate, pace = None, None
-        if row.get("state") in TRAINING:  # before, the step is 0 also in a run that goes on: the leap is no pace
-            rate, pace = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
+        rate, steps_per_second = None, None
+        if row.get("state") in TRAINING:  # before that, even a resumed run is at step 0, and the jump distorts the rate
+            rate, steps_per_second = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
         return RunStatus(
             run=self.run,
             state=row.get("state", "starting"),
             t=t,
             steps=steps,
-            figures_so_far=row,
+            summary=row,
             learners=learners,
             events=stored["events"],
             tokens_per_second=rate,
-            seconds_left=(steps - t) / pace if pace else None,
+            seconds_left=(steps - t) / steps_per_second if steps_per_second else None,
             **{**local, "processes": _alive(here | dict(local.get("processes", {})))},
         )
 
     def _rates(self, t: int, tokens: int, seconds: float) -> tuple[float | None, float | None]:
-        """(tokens, global steps) a second over the last while, or over the whole run at the first reading."""
+        """(tokens, global steps) per second over RATE_SECONDS, or over the whole run at the first reading."""
         now = time.monotonic()
         self._seen.append((now, t, tokens))
         while len(self._seen) > 2 and now - self._seen[0][0] > RATE_SECONDS:
@@ -178,7 +181,7 @@ class Source:
         return (tokens - tokens_then) / (now - began), (t - t_then) / (now - began)
 
     def _ended(self, local: Mapping[str, Any]) -> RunStatus:
-        """From the folder of a run that is not up."""
+        """The status from the folder of a run that is not up."""
         if self._folder is None:
             raise SettingError(f"nothing is known of run {self.run}")
         summary, served = self._folder.summary(), self._folder.is_served()
@@ -190,30 +193,30 @@ class Source:
             state=summary["state"],
             t=summary["t"],
             steps=summary.get("steps", self._folder.setup().settings.steps),
-            figures_so_far=summary,
+            summary=summary,
             learners=[{**row, "state": "left"} for row in summary.get("learners", [])],
-            trouble="" if "merges" in summary else UNSEEN if served else SILENT.format(self._folder.name),
+            trouble="" if "merges" in summary else NO_STORE if served else NO_SUMMARY.format(self._folder.name),
             **local,
         )
 
 
-def find_source(run: str, redis: str | None) -> Source:
-    """Where to read `run`: a name, a folder, or '' for the one that is up here, or else the newest.
+def find_source(run: str, redis: str | None) -> RunSource:
+    """The source for `run`: a name, a folder, or '' for the run that is up here, otherwise the newest.
 
-    SettingError if it is not found.
+    SettingError if there is none.
     """
     if redis is not None:
-        return Source(*_from_url(run, redis))
+        return RunSource(*_from_url(run, redis))
     if run:
         folder = find(run)
     else:
         up = [folder for folder in all_runs() if folder.is_up()]
         folder = up[-1] if up else find("")
-    told, setup = folder.run_map(), folder.setup()
-    url = str(told.get("redis", ""))
+    run_map, setup = folder.run_map(), folder.setup()
+    url = str(run_map.get("redis", ""))
     if folder.is_up() and "***" in url:
-        raise SettingError(f"the store of {folder.name} wants a password, which is not kept there; give --redis URL")
-    return Source(setup.settings.run, url, folder)
+        raise SettingError(f"the Redis of {folder.name} needs a password, which is not stored there; give --redis URL")
+    return RunSource(setup.settings.run, url, folder)
 
 
 def _from_url(run: str, redis: str) -> tuple[str, str]:
@@ -222,14 +225,12 @@ def _from_url(run: str, redis: str) -> tuple[str, str]:
         return run, redis
     if not run and len(names) == 1:
         return names[0], redis
-    there = f"it knows {', '.join(names[:10])}" if names else "it knows none"
-    raise SettingError(
-        f"that store does not know run {run!r}; {there}" if run else f"name one run of that store; {there}"
-    )
+    known = f"it has {', '.join(names[:10])}" if names else "it has none"
+    raise SettingError(f"that Redis has no run {run!r}; {known}" if run else f"name one run of that Redis; {known}")
 
 
 def _alive(pids: Mapping[str, int]) -> dict[str, int]:
-    """Those that are processes of this machine now."""
+    """The processes that exist on this machine now."""
     return {name: pid for name, pid in pids.items() if _exists(pid)}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 from decoupled_diloco.cli.commands import run_command
 from decoupled_diloco.common.run_folder import RunFolder
-from decoupled_diloco.monitor.status import RunStatus, Source
+from decoupled_diloco.monitor.status import RunSource, RunStatus
 from waiting import wait_for
 
 DILOCO = [sys.executable, "-P", "-m", "decoupled_diloco.cli"]
@@ -60,13 +60,13 @@ class Up:
         assert self.process.poll() is None, self.told()
         where = self.folder.run_map()
         return (
-            Source("it", where["redis"], self.folder).read()
+            RunSource("it", where["redis"], self.folder).read()
             if "redis" in where
             else RunStatus(run="it", state="starting")
         )
 
     def merges(self) -> int:
-        return int(self.now().figures_so_far.get("merges", 0))
+        return int(self.now().summary.get("merges", 0))
 
     def pid(self, name: str) -> int:
         return int(self.folder.run_map()["processes"].get(name, 0))

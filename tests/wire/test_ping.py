@@ -85,7 +85,7 @@ def test_every_key_may_ping(tmp_path: Path, role: Role) -> None:
 def test_a_beat_is_waited_for_where_one_is_wanted(tmp_path: Path, beating: Callable[..., None]) -> None:
     observer, syncer = key_file(tmp_path, "observer"), key_file(tmp_path, "syncer")
     with broker(tmp_path / "keys") as address:
-        with pytest.raises(PeerLost, match=r"and no beat of run r was heard; is the syncer running\? \(waited 0.5 s\)"):
+        with pytest.raises(PeerLost, match=r"but no beat of run r was heard; is the syncer running\? \(waited 0.5 s\)"):
             ping(address, key=observer, wants_beat=True, timeout_seconds=0.5)
         beating(address, syncer)
         said = ping(address, key=observer, wants_beat=True, timeout_seconds=30)
@@ -107,7 +107,7 @@ def test_who_is_refused_or_hears_nothing_is_told_so(tmp_path: Path) -> None:
         ping(address, timeout_seconds=4)
     with broker() as address, pytest.raises(PeerLost, match=r"takes no keys: leave --key .*learner\.key out"):
         ping(address, key=file, timeout_seconds=4)
-    with pytest.raises(PeerLost, match=r"nobody answers at tcp://127\.0\.0\.1:\d+; is the broker running"):
+    with pytest.raises(PeerLost, match=r"no broker answers at tcp://127\.0\.0\.1:\d+; is it running"):
         ping(f"tcp://127.0.0.1:{free_ports()}", timeout_seconds=0.1)
 
 
@@ -129,7 +129,7 @@ def test_the_command_is_a_health_check_it_takes_its_settings_from_the_environmen
         [*DILOCO, "ping", "--timeout", "0.2"], env=environment, capture_output=True, text=True, check=False
     )
     assert (ill.returncode, ill.stdout) == (3, "")
-    assert re.fullmatch(r"diloco: nobody answers at .*\n", ill.stderr)
+    assert re.fullmatch(r"diloco: no broker answers at .*\n", ill.stderr)
 
 
 def test_a_ping_loads_neither_torch_nor_a_store() -> None:

@@ -26,8 +26,8 @@ from decoupled_diloco.common.run_folder import RunFolder, Setup
 from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 from decoupled_diloco.compose.final_report import figures, show_summary, show_unconfirmed
 from decoupled_diloco.monitor.console import PlainConsole
-from decoupled_diloco.monitor.status import RunStatus, Source, find_source
-from decoupled_diloco.monitor.watch import line, open_display, picture, table
+from decoupled_diloco.monitor.status import RunSource, RunStatus, find_source
+from decoupled_diloco.monitor.watch import dashboard, line, open_display, table
 from hostile import ALL_AT_ONCE, HOSTILE, check_shown
 from hypothesis import given
 from hypothesis import strategies as st
@@ -253,7 +253,7 @@ def test_a_model_that_writes_control_characters_cannot_control_the_terminal(
 def hostile_run(text: str) -> RunStatus:
     learner = {"name": text, "state": text, "local_steps": 1, "tokens_merged": 1}
     return RunStatus(run=text, state=text, t=5, steps=10, trouble=text, processes={text: 1},
-               learners=[learner, learner], figures_so_far={"quorum_state": text, "model_hash": text})  # fmt: skip
+               learners=[learner, learner], summary={"quorum_state": text, "model_hash": text})  # fmt: skip
 
 
 def console(**more: Any) -> PlainConsole:
@@ -270,7 +270,7 @@ def drawn(what: RenderableType | str) -> str:
 @pytest.mark.parametrize("hostile", [*HOSTILE, ALL_AT_ONCE])
 def test_pictures_and_tables_show_text_as_it_is(hostile: str) -> None:
     plain = hostile_run("plain")
-    for draw in (picture, table, line):
+    for draw in (dashboard, table, line):
         shown = drawn(draw(hostile_run(hostile)))
         check_shown(shown)
         assert shown.count("\n") == drawn(draw(plain)).count("\n"), "no row is forged"
@@ -333,8 +333,8 @@ def test_hostile_text_in_redis_is_shown_printable(
 
 def test_hostile_text_in_redis_is_drawn_as_it_is(hostile_store: str) -> None:
     source = find_source("it", hostile_store)
-    assert isinstance(source, Source)
-    for draw in (picture, table, line):
+    assert isinstance(source, RunSource)
+    for draw in (dashboard, table, line):
         check_shown(drawn(draw(source.read())))
 
 

@@ -17,8 +17,8 @@ from decoupled_diloco.common.run_folder import RunFolder, Setup, find
 from decoupled_diloco.compose.final_report import show_summary, show_unconfirmed
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.run_figures import run_figures, validation
-from decoupled_diloco.monitor.status import RunStatus, Source
-from decoupled_diloco.monitor.watch import duration, line, open_display, picture, size, table
+from decoupled_diloco.monitor.status import RunSource, RunStatus
+from decoupled_diloco.monitor.watch import dashboard, duration, line, open_display, size, table
 from rich.console import RenderableType
 
 
@@ -31,7 +31,7 @@ def learner(name: str, **more: Any) -> dict[str, Any]:
 
 def test_goodput_counts_only_the_learners_that_were_asked_for() -> None:
     summary = {"seconds": 100.0, "t": 50, "learners": [learner("learner-1"), learner("guest")]}
-    told = run_figures(summary, asked=["learner-1", "learner-2"], faults=1, evaluations=[])
+    told = run_figures(summary, requested=["learner-1", "learner-2"], faults=1, evaluations=[])
     assert told["goodput"] == 0.45, "one of two worked for 90 of 100 seconds"
     assert told["bytes_up"] == 20
     assert told["faults"] == 1
@@ -39,12 +39,12 @@ def test_goodput_counts_only_the_learners_that_were_asked_for() -> None:
 
 def test_lives_of_one_learner_are_told_together() -> None:
     summary = {"seconds": 100.0, "learners": [learner("a"), learner("a", session_seconds=3.0)]}
-    (row,) = run_figures(summary, asked=["a"], faults=0, evaluations=[])["learners"]
+    (row,) = run_figures(summary, requested=["a"], faults=0, evaluations=[])["learners"]
     assert row == {"name": "a", "local_steps": 100, "tokens_reported": 1000, "tokens_merged": 800, "stall_share": 0.02}
 
 
 def test_what_is_not_known_is_none_and_never_a_division_by_zero() -> None:
-    told = run_figures({}, asked=[], faults=0, evaluations=[])
+    told = run_figures({}, requested=[], faults=0, evaluations=[])
     assert told["goodput"] is None
     assert told["stall_share"] is None
     assert told["bytes_up"] is None
@@ -75,7 +75,7 @@ def test_validation_loss_is_the_full_one_on_the_reported_part_as_soon_as_there_i
 def test_a_run_that_starts_and_one_that_trains_fit_on_a_line() -> None:
     assert line(RunStatus(run="it", state="starting")) == "it is starting"
     now = RunStatus(run="it", state="running", t=5, steps=10, tokens_per_second=1234.5, seconds_left=75,
-              learners=[learner("a", state="live")], figures_so_far={"bytes_up": 1_500_000, "bytes_down": 0},
+              learners=[learner("a", state="live")], summary={"bytes_up": 1_500_000, "bytes_down": 0},
               evaluations=[evaluation(3, "small", 2.5)])  # fmt: skip
     assert line(now) == (
         "it running step 5/10, loss 2.500 nats/byte, 1,234 tokens/s, 1 live, up 1.5 MB down 0 B, 1:15 left"
@@ -112,9 +112,9 @@ def drawn(what: RenderableType) -> list[str]:
 def test_the_picture_fits_into_eighty_columns() -> None:
     rows = [learner(f"learner-{n}", state="live", loss=2.5, step_seconds=0.5, tokens_merged=10**8) for n in range(3)]
     now = RunStatus(run="run-20260131-120000", state="running", t=50_000, steps=100_000, learners=rows, faults=12,
-              tokens_per_second=123_456.0, seconds_left=40_000, figures_so_far={"merges": 123_456, "bytes_up": 10**9},
+              tokens_per_second=123_456.0, seconds_left=40_000, summary={"merges": 123_456, "bytes_up": 10**9},
               evaluations=[evaluation(3, "small", 2.5)])  # fmt: skip
-    shown = drawn(picture(now))
+    shown = drawn(dashboard(now))
     assert len(shown) == 7, "bar, figures, heading, three learners and their sum"
     figures = ["validation loss 2.500 nats/byte", "tokens/s 123,456", "merges 123,456", "faults 12"]
     assert shown[1].rstrip() == "   ".join(figures)
@@ -132,27 +132,25 @@ def test_the_picture_fits_into_eighty_columns() -> None:
 def test_checkpoints_that_fail_are_said_wherever_a_run_is_shown(saved: dict[str, Any], said: str) -> None:
     if saved["saved_at"] is not None:
         saved = {**saved, "saved_at": time.time() + saved["saved_at"]}
-    now = RunStatus(run="it", state="running", t=5, steps=10, figures_so_far=saved)
+    now = RunStatus(run="it", state="running", t=5, steps=10, summary=saved)
     assert said in line(now)
-    assert any(row.startswith(said) for row in drawn(picture(now)))
+    assert any(row.startswith(said) for row in drawn(dashboard(now)))
     assert sum(said in row for row in drawn(table(now))) == 1
     assert now.figures()["saved_at"] == saved["saved_at"]
     assert now.figures()["save_error"] == saved["save_error"]
 
 
 def test_checkpoints_that_succeed_are_a_row_of_the_status_and_no_trouble() -> None:
-    now = RunStatus(
-        run="it", state="running", t=5, steps=10, figures_so_far={"saved_at": time.time() - 7, "save_error": ""}
-    )
+    now = RunStatus(run="it", state="running", t=5, steps=10, summary={"saved_at": time.time() - 7, "save_error": ""})
     assert "checkpoint" not in line(now)
-    assert not any("checkpoint" in row for row in drawn(picture(now)))
+    assert not any("checkpoint" in row for row in drawn(dashboard(now)))
     assert [row.split() for row in drawn(table(now)) if "checkpoint" in row] == [
         ["saved", "last", "checkpoint", "7", "s", "ago"]
     ]
 
 
 def test_figures_that_are_not_known_are_left_out() -> None:
-    told = run_figures({"run": "it"}, asked=[], faults=0, evaluations=[])
+    told = run_figures({"run": "it"}, requested=[], faults=0, evaluations=[])
     console = PlainConsole(file=io.StringIO(), width=80)
     show_summary(told, console)
     assert isinstance(console.file, io.StringIO)
@@ -206,7 +204,7 @@ def test_a_run_that_is_over_is_read_from_its_folder(folder: RunFolder) -> None:
     (folder.path / "summary.json").write_text(
         json.dumps({"state": "finished", "t": 10, "steps": 10, "learners": [learner("a")]})
     )
-    now = Source("it", "redis://127.0.0.1:1/0", folder).read()
+    now = RunSource("it", "redis://127.0.0.1:1/0", folder).read()
     assert (now.state, now.t, now.steps) == ("finished", 10, 10)
     assert now.figures()["learners"][0]["name"] == "a"
 
@@ -219,13 +217,13 @@ def save_at_step(folder: RunFolder, t: int) -> None:
 
 
 def test_a_run_that_ended_without_a_last_word_is_where_its_checkpoint_is(folder: RunFolder) -> None:
-    assert Source("it", "", folder).read().t == 0
+    assert RunSource("it", "", folder).read().t == 0
     save_at_step(folder, 70)
     (folder.path / "global" / "checkpoint-000000000004").mkdir()
-    now = Source("it", "", folder).read()
+    now = RunSource("it", "", folder).read()
     assert (now.state, now.t) == ("stopped", 70)
     assert "diloco up --resume runs/it" in now.trouble
-    assert "merges -" in " ".join(" ".join(drawn(picture(now))).split())
+    assert "merges -" in " ".join(" ".join(drawn(dashboard(now))).split())
 
 
 def test_a_run_whose_syncer_was_started_by_itself_is_not_called_stopped(folder: RunFolder) -> None:
@@ -234,9 +232,9 @@ def test_a_run_whose_syncer_was_started_by_itself_is_not_called_stopped(folder: 
     with (folder.path / "global" / "lock").open("w") as lock:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
-        assert Source("it", "", folder).read().state == "stopped", "the process is one, but it holds nothing"
+        assert RunSource("it", "", folder).read().state == "stopped", "the process is one, but it holds nothing"
         fcntl.flock(lock, fcntl.LOCK_EX)
-        now = Source("it", "", folder).read()
+        now = RunSource("it", "", folder).read()
     assert (now.state, now.t) == ("running", 70)
     assert "--redis" in now.trouble
 
@@ -250,7 +248,7 @@ def test_the_pace_after_a_resume_is_not_a_leap_from_nothing(monkeypatch: pytest.
     empty: dict[str, Any] = {"learners": {}, "fragments": {}, "events": []}
     monkeypatch.setattr("decoupled_diloco.monitor.status.read_status", lambda *_: {"run": next(stored), **empty})
     monkeypatch.setattr("decoupled_diloco.monitor.status.time.monotonic", lambda: next(clock))
-    source = Source("it", "redis://here", None)
+    source = RunSource("it", "redis://here", None)
     paces = [(now.tokens_per_second, now.seconds_left) for now in [source.read() for _ in rows]]
     assert paces == [(None, None), (500.0, 1000.0), (500.0, 998.0), (500.0, 996.0)]
 
@@ -259,7 +257,7 @@ def test_a_run_whose_store_is_away_is_shown_as_it_was(folder: RunFolder) -> None
     lock = folder.lock()
     assert lock is not None
     with lock:
-        now = Source("it", "redis://127.0.0.1:1/0", folder).read()
+        now = RunSource("it", "redis://127.0.0.1:1/0", folder).read()
     assert now.state == "starting"
     assert "127.0.0.1:1" in now.trouble
     assert now.figures()["trouble"] == now.trouble

@@ -271,7 +271,7 @@ def test_nothing_is_told_of_a_run_where_nothing_is_amiss(seconds: int) -> None:
 def shown(blocked: str = "", rejected: str = "") -> RunStatus:
     figures = {"blocked": blocked, "blocked_seconds": 12 if blocked else None, "quorum_state": "met"}
     learners = [{"name": "c", "state": "live", "rejected_reason": rejected, "rejected": 7}]
-    return RunStatus(run="run", state="running", t=3, steps=9, figures_so_far=figures, learners=learners)
+    return RunStatus(run="run", state="running", t=3, steps=9, summary=figures, learners=learners)
 
 
 def printed(what: Any) -> str:
@@ -283,7 +283,7 @@ def printed(what: Any) -> str:
 def test_status_says_why_a_run_does_not_move_and_who_is_rejected_and_why() -> None:
     now = shown("c's are rejected", "delta norm (7 in a row)")
     assert "blocked for 12 s: c's are rejected" in printed(table(now))
-    assert "rejected again and again: c's delta norm (7 in a row)" in printed(table(now))
+    assert "repeatedly rejected: c's delta norm (7 in a row)" in printed(table(now))
     assert line(now).endswith("(blocked for 12 s: c's are rejected)")
     figures = now.figures()
     assert figures["blocked"] == "blocked for 12 s: c's are rejected"
@@ -293,7 +293,7 @@ def test_status_says_why_a_run_does_not_move_and_who_is_rejected_and_why() -> No
 def test_nothing_is_shown_of_a_run_that_moves() -> None:
     said = printed(table(shown()))
     assert "blocked" not in said
-    assert "again and again" not in said
+    assert "repeatedly rejected" not in said
     assert (shown().figures()["blocked"], shown().figures()["rejected"]) == ("", {})
 
 
