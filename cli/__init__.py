@@ -1,1 +1,1 @@
-"""The `diloco` command: options made from the settings, and one function for each subcommand."""
+"""The `diloco` command: options derived from the settings, and one function per subcommand."""

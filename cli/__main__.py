@@ -1,4 +1,4 @@
-"""`python -m decoupled_diloco.cli`: the `diloco` command; `diloco up` starts its processes in this way."""
+"""Module entry point, `python -m decoupled_diloco.cli`: how `diloco up` starts its processes."""
 
 from .commands import main
 

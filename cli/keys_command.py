@@ -1,4 +1,4 @@
-"""`diloco keys`: who may take part. A key file goes to its holder; the broker keeps what tells that it is his."""
+"""`diloco keys`: creates, lists and revokes the keys of a broker's clients."""
 
 from __future__ import annotations
 
@@ -11,79 +11,89 @@ from ..common.errors import SettingError
 from ..common.output import deliver, echo
 from .environment import EnvironmentGroup
 
-OUTPUT = Path("-")
-DIRECTORY = click.option(
+_STDOUT = Path("-")
+_DIRECTORY = click.option(
     "--dir",
-    "keys",  # so that its variable is the broker's
+    "keys",  # so that its environment variable is the one of `diloco broker --keys`
     type=click.Path(path_type=Path),
     default=Path("keys"),
     show_default=True,
-    help="The folder that the broker gets as --keys.",
+    help="The broker's key folder, its --keys.",
 )
-ROLE = click.option(
+_ROLE = click.option(
     "--role",
     type=click.Choice(["syncer", "learner", "observer"]),
     required=True,
-    help="What the key is for. An observer fetches and listens, and has no vote.",
+    help="Role of the client. An observer, such as the evaluator, reads the model but sends no deltas.",
 )
-RUN = click.option("--run", required=True, help="The run that it is for, and no other.")
-NAME = click.option("--name", required=True, help="Its holder may be called NAME or NAME-*, so that replicas share it.")
+_RUN = click.option("--run", required=True, help="The only run for which the key is valid.")
+_NAME = click.option(
+    "--name", required=True, help="Allowed client name: NAME, or NAME-* for several clients with one key."
+)
 
 
 @click.group(cls=EnvironmentGroup, invoke_without_command=True)
 @click.pass_context
 def keys(context: click.Context) -> None:
-    """Make, list and take back the keys of those who may take part."""
+    """Create, list and revoke client keys for a broker.
+
+    Example: diloco keys new --role learner --run my-run --name alice
+    """
     if context.invoked_subcommand is None:
         echo(context.get_help())
 
 
 @keys.command()
-@ROLE
-@RUN
-@NAME
-@DIRECTORY
+@_ROLE
+@_RUN
+@_NAME
+@_DIRECTORY
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The key file to write, or - for standard output. Without it: RUN.ROLE.NAME.key, here.",
+    help="Key file to write, or - for standard output. Without it: RUN.ROLE.NAME.key in the working directory.",
 )
-def new(keys: Path, out: Path | None, **about: Any) -> int:
-    """Make a key for one holder.
+def new(keys: Path, out: Path | None, **grant: Any) -> int:
+    """Create a key for a client.
 
-    Who has the key file is its holder: bring it there in secret. A broker that runs takes it within a second or two.
+    Any client that has the key file is authenticated by it: transfer it over a secure channel. A running broker accepts
+    it within about two seconds.
+
+    Example: diloco keys new --role learner --run my-run --name alice
     """
     from ..common.auth_keys import new_key, revoke
 
-    place = out or Path("{run}.{role}.{name}.key".format(**about))
-    if place != OUTPUT and place.exists():
-        raise SettingError(f"{place} exists already and is left as it is; choose another --out, or remove it")
-    key = new_key(keys, **about)
+    path = out or Path("{run}.{role}.{name}.key".format(**grant))
+    if path != _STDOUT and path.exists():
+        raise SettingError(f"{path} already exists and is not changed; choose another --out, or remove the file")
+    key = new_key(keys, **grant)
     try:
-        if place == OUTPUT:
+        if path == _STDOUT:
             _print(key.text())
         else:
-            key.save(place)
+            key.save(path)
     except BaseException:
-        revoke(keys, **about)
+        revoke(keys, **grant)
         raise
-    if place != OUTPUT:
-        echo(f"{place}: the key of {key}; a holder of this file may act as {key.name} and {key.name}-*")
+    if path != _STDOUT:
+        echo(f"{path}: the key of {key}; clients with this file may be named {key.name} or {key.name}-*")
     return 0
 
 
 def _print(text: str) -> None:
-    """SettingError if standard output does not take it all."""
+    """SettingError if it cannot be written completely."""
     try:
         deliver(text)
     except OSError as cause:
-        raise SettingError(f"standard output does not take the key: {cause.strerror}; none was made") from cause
+        raise SettingError(
+            f"the key could not be written to standard output: {cause.strerror}; no key was created"
+        ) from cause
 
 
 @keys.command("list")
-@DIRECTORY
+@_DIRECTORY
 def list_keys(keys: Path) -> int:
-    """Show whose keys the broker takes."""
+    """List the keys that the broker accepts: run, role and name."""
     from ..common.auth_keys import KeyRing
 
     for grant in KeyRing(keys).grants:
@@ -92,38 +102,40 @@ def list_keys(keys: Path) -> int:
 
 
 @keys.command()
-@ROLE
-@RUN
-@NAME
-@DIRECTORY
-def revoke(keys: Path, **about: Any) -> int:
-    """Take a key back.
+@_ROLE
+@_RUN
+@_NAME
+@_DIRECTORY
+def revoke(keys: Path, **grant: Any) -> int:
+    """Revoke a key.
 
-    A broker that runs cuts its holder off within a second or two, wherever the key file lies.
+    A running broker disconnects its clients within about two seconds. The key file itself is not needed.
+
+    Example: diloco keys revoke --role learner --run my-run --name alice
     """
-    from ..common.auth_keys import revoke as take_back
+    from ..common.auth_keys import revoke as revoke_key
 
-    echo(f"the key of {take_back(keys, **about)} is no longer taken")
+    echo(f"the key of {revoke_key(keys, **grant)} is revoked")
     return 0
 
 
 @keys.command()
-@RUN
+@_RUN
 @click.option(
     "--dir",
     "folders",
     type=click.Path(path_type=Path),
     default=Path("keys"),
     show_default=True,
-    help="The folder of these folders.",
+    help="Parent folder of the created folders.",
 )
 def init(folders: Path, run: str) -> int:
-    """Make all keys and passwords that compose.yaml needs.
+    """Create all keys and passwords that compose.yaml needs.
 
-    Each in a folder that is a volume of its own. What is there already stays as it is.
+    Each role gets a folder, which is a separate volume. Existing keys and passwords are kept.
     """
-    from ..compose.credentials import init as make_missing
+    from ..compose.credentials import init as create_missing
 
-    made = make_missing(folders, run)
-    echo(f"keys for run {run}: {'made ' + ', '.join(made) if made else 'all are there'}")
+    created = create_missing(folders, run)
+    echo(f"keys for run {run}: {'created ' + ', '.join(created) if created else 'all exist already'}")
     return 0

@@ -1,4 +1,4 @@
-"""Command-line options made from the frozen settings: each field's name, type, default and docstring, written once."""
+"""Command-line options derived from settings dataclasses: each field's name, type, default and docstring."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..common.config import flag
 from ..common.errors import SettingError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Made = TypeVar("Made")
+Settings = TypeVar("Settings")
 
 
 def options_of(
     settings: type[Any], *, leave_out: tuple[str, ...] = (), defaults: Mapping[str, str] | None = None
 ) -> Callable[[Command], Command]:
-    """A decorator that gives a click command one option for each field of the dataclass `settings`.
+    """Decorator that adds one option to a click command for each field of the dataclass `settings`.
 
-    `defaults`: what the help says of a default that is worked out later.
+    `defaults`: how the help describes defaults that are computed later.
     """
 
     def decorate(command: Command) -> Command:
@@ -36,48 +36,48 @@ def options_of(
     return decorate
 
 
-def made_of(settings: type[Made], given: Mapping[str, Any]) -> Made:
-    """`settings` from what click collected; SettingError if a value is out of its range."""
-    return settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})  # type: ignore[arg-type]
+def from_options(settings: type[Settings], options: Mapping[str, Any]) -> Settings:
+    """An instance of `settings` from the options of a command; SettingError if a value is invalid."""
+    return settings(**{f.name: options[f.name] for f in fields(settings) if f.name in options})  # type: ignore[arg-type]
 
 
-def explicit(context: click.Context) -> set[str]:
-    """The fields that stood on the command line or in the environment, as opposed to those that have their default."""
+def explicit_fields(context: click.Context) -> set[str]:
+    """The fields that were given on the command line or in the environment, and not left at their defaults."""
     default = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
     return {name for name in context.params if context.get_parameter_source(name) not in default}
 
 
-def refuse(names: Iterable[str], why: str) -> None:
-    """SettingError if one of these options of the running command stands on its command line: it would do nothing. In
-    the environment it may stand for another command.
+def reject_options(names: Iterable[str], reason: str) -> None:
+    """SettingError if the command line has one of these options, which would have no effect. Variables are accepted:
+    they may be meant for another command.
     """
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise SettingError(f"{flag(name)} {why}")
+            raise SettingError(f"{flag(name)} {reason}")
 
 
-def _option(settings: type[Any], name: str, shown: str | bool) -> Callable[[Command], Command]:
-    (spec,) = (f for f in fields(settings) if f.name == name)
+def _option(settings: type[Any], name: str, shown_default: str | bool) -> Callable[[Command], Command]:
+    (field,) = (f for f in fields(settings) if f.name == name)
     hint = get_type_hints(settings)[name]
-    required = spec.default is MISSING
-    spelling = flag(name)
-    if hint is bool and not spec.default:
-        return click.option(spelling, name, is_flag=True, help=_help(settings, name))
+    required = field.default is MISSING
+    option = flag(name)
+    if hint is bool and not field.default:
+        return click.option(option, name, is_flag=True, help=_help(settings, name))
     if hint is bool:
-        spelling = f"{spelling}/--no-{spelling.removeprefix('--')}"
+        option = f"{option}/--no-{option.removeprefix('--')}"
     return click.option(
-        spelling,
+        option,
         name,
-        type=_kind(hint),
+        type=_click_type(hint),
         required=required,
-        default=None if required else spec.default,
-        show_default=shown,
+        default=None if required else field.default,
+        show_default=shown_default,
         help=_help(settings, name),
     )
 
 
-def _kind(hint: Any) -> Any:
+def _click_type(hint: Any) -> Any:
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
     if get_origin(hint) in (Union, UnionType):
@@ -86,12 +86,12 @@ def _kind(hint: Any) -> Any:
 
 
 def _help(settings: type[Any], name: str) -> str:
-    return " ".join(_docs(inspect.getfile(settings))[settings.__name__].get(name, "").replace("`", "").split())
+    return " ".join(_field_docs(inspect.getfile(settings))[settings.__name__].get(name, "").replace("`", "").split())
 
 
 @cache
-def _docs(file: str) -> dict[str, dict[str, str]]:
-    """Class -> field -> the docstring under it. Python keeps no such docstrings, so they are read from the source."""
+def _field_docs(file: str) -> dict[str, dict[str, str]]:
+    """Class -> field -> docstring below the field, read from the source, since Python does not keep it."""
     docs: dict[str, dict[str, str]] = {}
     for cls in ast.parse(Path(file).read_text("utf-8")).body:
         if isinstance(cls, ast.ClassDef):

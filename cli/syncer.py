@@ -1,4 +1,4 @@
-"""`diloco syncer` started by hand: its settings from the command line, a key, or the folder that it goes on with."""
+"""Configuration of `diloco syncer`: from the command line, the key, or the folder of the run that it continues."""
 
 from __future__ import annotations
 
@@ -12,53 +12,55 @@ from ..common.errors import DilocoError, SettingError
 from ..common.registry_preflight import check_store
 from ..common.run_folder import RUNS, RunFolder, Setup
 from ..compose.preflight import check_data, check_fragments, refuse_changes
-from .options import made_of
+from .options import from_options
 
 
-def syncer_config(given: Mapping[str, Any], told: Collection[str], *, redis_is_checked: bool = False) -> SyncerConfig:
-    """The configuration of one syncer; a folder that holds no run yet becomes this run's.
+def syncer_config(
+    options: Mapping[str, Any], explicit: Collection[str], *, redis_is_checked: bool = False
+) -> SyncerConfig:
+    """The configuration of a syncer, whose run's folder is created if it does not exist.
 
-    `told`: the fields that stood on the command line. SettingError where they are wrong or another run's, or where the
-    store cannot show the run (unless that `redis_is_checked`).
+    `explicit`: the fields that were given on the command line or in the environment. SettingError if options are
+    invalid or contradict the run in the folder, or if Redis is unsuitable (unless `redis_is_checked`).
     """
-    path: Path | None = given["directory"]
-    key = held_key(given["key"], "syncer")
-    given = {**given, "run": run_of(key, given["run"] if "run" in told else "", given["key"]) or given["run"]}
-    changes = preset(given["preset"], given["quorum"] if "quorum" in told else None)
-    given |= {name: value for name, value in changes.items() if name not in told}
-    settings, task = made_of(RunSettings, given), made_of(TaskSettings, given)
-    place = path or RUNS / settings.run
-    is_there = (place / "settings.json").exists()
-    if given["redis"] and not redis_is_checked:
-        _check_redis(given["redis"], RunFolder.open(place).setup().settings.run if is_there else settings.run)
-    if is_there:
+    key = held_key(options["key"], "syncer")
+    run = run_of(key, options["run"] if "run" in explicit else "", options["key"])
+    options = {**options, "run": run or options["run"]}
+    changes = preset(options["preset"], options["quorum"] if "quorum" in explicit else None)
+    options |= {name: value for name, value in changes.items() if name not in explicit}
+    settings, task = from_options(RunSettings, options), from_options(TaskSettings, options)
+    path: Path = options["directory"] or RUNS / settings.run
+    exists = (path / "settings.json").exists()
+    if options["redis"] and not redis_is_checked:
+        _check_redis(options["redis"], RunFolder.open(path).setup().settings.run if exists else settings.run)
+    if exists:
         if changes:
-            raise SettingError(f"{place} goes on with its run's own settings; leave --preset out")
-        _check_kind(RunFolder.open(place), given, told)
-        _check_run(RunFolder.open(place), key)
-        folder, setup = _go_on(place, settings, task, told)
+            raise SettingError(f"{path} continues with its run's own settings; leave --preset out")
+        _check_kind(RunFolder.open(path), options, explicit)
+        _check_run(RunFolder.open(path), key)
+        folder, setup = _continue_run(path, settings, task, explicit)
     else:
-        if given["init"] is not None and not given["init"].is_file():
-            raise SettingError(f"--init {given['init']} is no file; give a safetensors file with the model")
-        setup = _new_setup(settings, None if given["own_model"] else task, given["data"])
-        folder = RunFolder.create(place, setup)
+        if options["init"] is not None and not options["init"].is_file():
+            raise SettingError(f"--init {options['init']} is not a file; give a safetensors file with the model")
+        setup = _new_setup(settings, None if options["own_model"] else task, options["data"])
+        folder = RunFolder.create(path, setup)
     return SyncerConfig(
         settings=setup.settings,
         task=setup.task,
-        broker=given["broker"],
+        broker=options["broker"],
         directory=folder.path / "global",
-        redis=given["redis"],
-        init=given["init"],
+        redis=options["redis"],
+        init=options["init"],
         data_hash=setup.data_hash,
-        key=given["key"],
-        tape=given["tape"],
-        stop_redis=given["stop_redis"],
+        key=options["key"],
+        tape=options["tape"],
+        stop_redis=options["stop_redis"],
     )
 
 
 def _check_redis(url: str, run: str) -> None:
-    """SettingError if the store cannot show the run. One that is away is no reason to wait, since it is only a view:
-    the registry tells of it, and fills it when it is there.
+    """SettingError if Redis is unsuitable. One that cannot be reached is accepted, since it is only a view of the run:
+    the registry reports that, and fills it as soon as it answers.
     """
     try:
         check_store(url, run)
@@ -68,13 +70,15 @@ def _check_redis(url: str, run: str) -> None:
         return
 
 
-def _go_on(place: Path, settings: RunSettings, task: TaskSettings, told: Collection[str]) -> tuple[RunFolder, Setup]:
-    folder = RunFolder.open(place)
+def _continue_run(
+    path: Path, settings: RunSettings, task: TaskSettings, explicit: Collection[str]
+) -> tuple[RunFolder, Setup]:
+    folder = RunFolder.open(path)
     setup = folder.setup()
-    refuse_changes(folder, settings, setup.settings, told)
+    refuse_changes(folder, settings, setup.settings, explicit)
     if setup.task is not None:
-        refuse_changes(folder, task, setup.task, told)
-    if "steps" in told:
+        refuse_changes(folder, task, setup.task, explicit)
+    if "steps" in explicit:
         folder.raise_steps(settings.steps)
     return folder, folder.setup()
 
@@ -83,22 +87,24 @@ def _check_run(folder: RunFolder, key: Key | None) -> None:
     run = folder.setup().settings.run
     if key is not None and run != key.run:
         raise SettingError(
-            f"{folder.path} holds run {run}, and the key is for run {key.run}; give another --dir or --key"
+            f"{folder.path} holds run {run}, but the key is for run {key.run}; give another --dir or --key"
         )
 
 
-def _check_kind(folder: RunFolder, given: Mapping[str, Any], told: Collection[str]) -> None:
-    """SettingError if the command line speaks of another kind of model, or another text, than the folder has."""
+def _check_kind(folder: RunFolder, options: Mapping[str, Any], explicit: Collection[str]) -> None:
+    """SettingError if the options name another kind of model, or another text, than the run in the folder has."""
     setup = folder.setup()
-    if given["own_model"] and setup.task is not None:
+    if options["own_model"] and setup.task is not None:
         raise SettingError(f"{folder.name} trains the built-in model; leave --own-model out, or choose another --run")
-    if "data" in told and (setup.task is None or check_data(given["data"], setup.task) != setup.data_hash):
-        raise SettingError(f"--data {given['data']} is not the text that {folder.name} began with; leave it out")
+    if "data" in explicit and (setup.task is None or check_data(options["data"], setup.task) != setup.data_hash):
+        raise SettingError(
+            f"--data {options['data']} is not the text that {folder.name} was started with; leave it out"
+        )
 
 
 def _new_setup(settings: RunSettings, task: TaskSettings | None, data: Path | None) -> Setup:
     if task is None and data is not None:
-        raise SettingError("--own-model learners bring their own text; leave --data out")
+        raise SettingError("learners of --own-model have their own text; leave --data out")
     if task is None:
         return Setup(settings=settings, task=None)
     check_fragments(settings, task)

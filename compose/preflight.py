@@ -119,8 +119,8 @@ def check_fragments(settings: RunSettings, task: TaskSettings) -> None:
 
 
 def _with_former_ports(folder: RunFolder, config: UpConfig) -> UpConfig:
-    """`config` with the former ports of broker and Redis, unless other ones are given or they are taken: learners on
-    other machines, and users, still expect them there.
+    """`config` with the former ports of broker and Redis, unless other ones are given or they are taken: learners
+    that were started separately, and users, still expect them there.
     """
     run_map = folder.run_map()
     if not config.broker_port:

@@ -18,7 +18,7 @@ class UpConfig:
     """Set of settings; explicitly given options take precedence. decoupled: the defaults. streaming: a merge waits for
     all learners. diloco: it waits for all learners, and merges the whole model at once."""
     learners: int = 2
-    """Number of learner processes on this machine. More may join from other machines."""
+    """Number of learner processes. Further ones may join at any time with diloco learner."""
     device: str = "cpu"
     """Device on which learners compute: cpu, cuda, or cuda:N."""
     threads: int = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from decoupled_diloco.cli.commands import group, run_command
-from decoupled_diloco.cli.environment import COMPOSE_ONLY, in_force
+from decoupled_diloco.cli.environment import COMPOSE_ONLY, effective_settings
 from decoupled_diloco.common.config import LearnerConfig, RunSettings, SyncerConfig, TaskSettings
 from decoupled_diloco.common.environment import without_options
 
@@ -49,12 +49,14 @@ def test_every_option_has_a_variable_and_the_help_gives_the_rule(name: str) -> N
         assert option.envvar == f"DILOCO_{str(option.name).upper()}", option.opts
     if not options:
         return
-    told = " ".join(command.get_help(command.make_context(name, [], resilient_parsing=True)).split())
-    assert "may also come from the environment" in told
+    text = command.epilog or ""  # the help breaks lines at hyphens
+    assert "can also be set by an environment variable" in text
+    shown = "".join(command.get_help(command.make_context(name, [], resilient_parsing=True)).split())
+    assert shown.endswith("".join(text.split()))
     for option in options:
         by_rule = "DILOCO_" + option.opts[-1].removeprefix("--").replace("-", "_").upper()
         if option.envvar != by_rule:
-            assert f"{option.opts[-1]} as {option.envvar}" in told
+            assert f"{option.opts[-1]} as {option.envvar}" in text
 
 
 def test_every_setting_of_a_run_is_taken_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +175,10 @@ def test_what_is_in_force_is_flat_and_without_a_password() -> None:
         settings=RunSettings(steps=7), task=TaskSettings(width=64), broker="tcp://here:1", directory=Path("x"),
         redis="redis://me:hidden@there:1/0",
     )  # fmt: skip
-    rows = in_force(config)
+    rows = effective_settings(config)
     assert (rows["steps"], rows["width"], rows["redis"]) == (7, 64, "redis://me:***@there:1/0")
     assert "hidden" not in str(rows)
-    assert in_force(LearnerConfig(broker="tcp://here:1", name="a"), device="cpu")["device"] == "cpu"
+    assert effective_settings(LearnerConfig(broker="tcp://here:1", name="a"), device="cpu")["device"] == "cpu"
 
 
 def test_a_process_begins_its_log_with_the_settings_in_force(

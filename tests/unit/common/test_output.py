@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.live import Live
-from decoupled_diloco.cli.commands import _begin, group, main
+from decoupled_diloco.cli.commands import _open_log, group, main
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.output import make_stdout_expendable
 
@@ -28,7 +28,7 @@ from decoupled_diloco.common.output import make_stdout_expendable
 @click.option("--live", is_flag=True)
 @click.pass_context
 def work(context, *, live):
-    _begin(context, "worker", object())
+    _open_log(context, "worker", object())
     make_stdout_expendable()
     console = Console(force_terminal=live)
     with Live(console=console, auto_refresh=False) as shown:
@@ -43,7 +43,7 @@ def work(context, *, live):
     return 0
 
 import decoupled_diloco.cli.commands as cli
-cli.in_force = lambda config, **more: {}
+cli.effective_settings = lambda config, **more: {}
 main(sys.argv[1:])
 """
 

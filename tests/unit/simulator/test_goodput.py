@@ -158,10 +158,10 @@ def test_slices_larger_than_a_learner_are_refused() -> None:
     ("arguments", "said"),
     [
         (["goodput", "--table", "--chips", "5"], "--chips is for one cluster"),
-        (["goodput", "--table", "--sensitivity"], "two answers: give one of them"),
+        (["goodput", "--table", "--sensitivity"], "exclude each other: give only one of them"),
         (["bandwidth", "--table", "--sites", "3"], "--sites is for one link"),
-        (["run", "--cost-only", "--width", "64"], "--width is for a model that is trained"),
-        (["run", "--cost-only", "--data", "nowhere"], "--data is for a model that is trained"),
+        (["run", "--cost-only", "--width", "64"], "--width has no effect with --cost-only"),
+        (["run", "--cost-only", "--data", "nowhere"], "--data has no effect with --cost-only"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(
