@@ -16,7 +16,7 @@ from .replica import Replica
 class ModelExchange:
     """One learner's model between two step boundaries, with the books about it. Only the training thread uses it."""
 
-    def __init__(self, desk: Mailbox, joined: Joined, replica: Replica, books: Counters) -> None:
+    def __init__(self, mailbox: Mailbox, joined: Joined, replica: Replica, books: Counters) -> None:
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
         self.replica, self.books = replica, books
@@ -24,7 +24,7 @@ class ModelExchange:
         """What was adopted last, by fragment: the anchors."""
         self.reported: tuple[int, tuple[int, ...]] = (joined.epoch, ())
         """(epoch, adopted versions under it), as Alive tells them."""
-        self._desk = desk
+        self._mailbox = mailbox
         self._captures: dict[int, Capture] = {}
         """The last capture of each fragment, where it is needed for a rebase."""
 
@@ -79,7 +79,7 @@ class ModelExchange:
 
     def _capture(self, call: Call) -> None:
         fragment, public = self.plan.fragments[call.fragment], self.public[call.fragment]
-        theta = self._desk.spare_buffer(fragment.length, keep=self.settings.overlap + 1)
+        theta = self._mailbox.spare_buffer(fragment.length, keep=self.settings.overlap + 1)
         if theta is None:
             theta = self.replica.new_buffer(fragment.length)
         ready = self.replica.capture(fragment, theta)
@@ -88,4 +88,4 @@ class ModelExchange:
         capture = Capture(call, public.version, public.vector, theta, since, until, ready, reusable=not rebase)
         if rebase:
             self._captures[call.fragment] = capture
-        self._desk.hand_over(capture)
+        self._mailbox.hand_over(capture)

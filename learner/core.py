@@ -1,5 +1,5 @@
 """What a learner (or observer) says and hears, from the first beat to its goodbye. No socket, no clock, no thread:
-messages and the time come in, messages go out, and what concerns the training thread goes to the desk.
+messages and the time come in, messages go out, and what concerns the training thread goes to the mailbox.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Phase(Enum):
 class LearnerCore:
     """One learner's side of the protocol."""
 
-    def __init__(self, config: LearnerConfig, me: Identity, desk: Mailbox, seeding: SeedSender) -> None:
-        self.config, self.me, self.desk, self.seeding = config, me, desk, seeding
-        self.admission = JoinRequest(me, desk, seeding)
+    def __init__(self, config: LearnerConfig, me: Identity, mailbox: Mailbox, seeding: SeedSender) -> None:
+        self.config, self.me, self.mailbox, self.seeding = config, me, mailbox, seeding
+        self.admission = JoinRequest(me, mailbox, seeding)
         self.phase = Phase.ASKING
         self.epoch = -1
         self.follower: PublicModel | None = None
@@ -115,7 +115,7 @@ class LearnerCore:
         except Malformed as wrong:
             self.malformed(wrong)
         except DilocoError as failure:
-            self.desk.fail(failure)
+            self.mailbox.fail(failure)
 
     def malformed(self, wrong: Malformed) -> None:
         """Count a message that is not what it says; the 1st, 2nd, 4th, 8th is told, so that a flood fills no disk."""
@@ -132,7 +132,7 @@ class LearnerCore:
         if self._no_beat.end():
             log.info("syncer_heard_again", learner=self.me.name, seconds=round(now - self._beat_at, 1))
         self._beat, self._beat_at = beat, now
-        self.desk.heard(beat, now)
+        self.mailbox.heard(beat, now)
         if self.phase is Phase.FINISHED:
             self._give_buffers(beat, now)
             return  # nothing can be better than the final model
@@ -165,7 +165,7 @@ class LearnerCore:
     def _forget_work(self) -> None:
         """Calls, answers, and what waits for the training thread are of no use any more."""
         self.answers.drop()
-        self.desk.drop()
+        self.mailbox.drop()
         self._bulk.clear()
 
     def _heard_call(self, call: Call, now: float) -> None:
@@ -176,7 +176,7 @@ class LearnerCore:
 
     def _show_calls(self) -> None:
         if self.me.role == "learner" and not self._gathering:
-            self.desk.open_calls(list(self.answers.calls.values()))
+            self.mailbox.open_calls(list(self.answers.calls.values()))
 
     # --- joining -----------------------------------------------------------------------------------------------------
     def _heard_welcome(self, welcome: Welcome, now: float) -> None:
@@ -186,9 +186,9 @@ class LearnerCore:
             sentence = f"the syncer rejects what {self.me.name} sends, again and again: {welcome.reason}"
             log.warning("messages_rejected", learner=self.me.name, sentence=sentence)
             if self.phase is Phase.ASKING:
-                self.desk.waits_for = f"its Hello to be taken ({welcome.reason})"
+                self.mailbox.waits_for = f"its Hello to be taken ({welcome.reason})"
             return
-        self.desk.progress_at = now
+        self.mailbox.progress_at = now
         if welcome.verdict == "reset":
             if self.phase is Phase.FOLLOWING:
                 log.warning("reset_ordered", reason=welcome.reason)
@@ -208,7 +208,7 @@ class LearnerCore:
         self.follower = PublicModel(plan, admitted.settings.codec_down, self.epoch, static_bytes)
         self.phase, self._gathering = Phase.FOLLOWING, True
         self._due.pop("alive", None)
-        self.desk.waits_for = "the public model"
+        self.mailbox.waits_for = "the public model"
         self._member = self.me.role == "learner" and beat.state != "finished"
         if beat.state == "finished":
             self.follower.want_final(beat.versions)
@@ -217,7 +217,7 @@ class LearnerCore:
 
     # --- the public model --------------------------------------------------------------------------------------------
     def _heard_fragment(self, message: Update | Keyframe, follower: PublicModel, now: float) -> None:
-        self.desk.progress_at = now
+        self.mailbox.progress_at = now
         if isinstance(message, Update):
             public = follower.take_update(message, now)
         else:
@@ -226,8 +226,8 @@ class LearnerCore:
             if follower.complete:
                 self._gathered(follower)
         elif public is not None:
-            self.desk.whole = tuple(new or old for new, old in zip(follower.held, self.desk.whole, strict=True))
-            self.desk.deliver([self._arrival(message.fragment, public)])
+            self.mailbox.whole = tuple(new or old for new, old in zip(follower.held, self.mailbox.whole, strict=True))
+            self.mailbox.deliver([self._arrival(message.fragment, public)])
         self._conclude()
 
     def _arrival(self, fragment: int, public: PublicFragment) -> Arrival:
@@ -243,12 +243,12 @@ class LearnerCore:
         self._conclude()
         if self._gathering:
             return  # the final model was not what its hash says: it is fetched again
-        self.desk.whole = whole
+        self.mailbox.whole = whole
         if self._announced:
-            self.desk.deliver([self._arrival(p, public) for p, public in enumerate(whole)], reset=True)
+            self.mailbox.deliver([self._arrival(p, public) for p, public in enumerate(whole)], reset=True)
         elif self._beat is not None and self._admitted is not None:
             self._announced = True
-            self.desk.joined(
+            self.mailbox.joined(
                 Joined(
                     follower.plan, self._admitted.settings, self._admitted.task, self.epoch, self._beat.t, whole,
                     follower.static or b"",
@@ -284,8 +284,8 @@ class LearnerCore:
         log.info("finished", model_hash=found[:16])
         self.phase, self._final_hash = Phase.FINISHED, found
         self._forget_work()
-        self.desk.whole = tuple(whole)
-        self.desk.finish(whole)
+        self.mailbox.whole = tuple(whole)
+        self.mailbox.finish(whole)
 
     # --- saying ------------------------------------------------------------------------------------------------------
     def tick(self, now: float, *, control_proven: bool, bulk_proven: bool, traffic: ByteCounts) -> Iterator[Message]:
@@ -312,7 +312,7 @@ class LearnerCore:
         for farewell in self._goodbyes(now):
             if self._member and self.follower is not None and "last" not in self._due:
                 self._due["last"] = now  # its whole traffic and time, once
-                yield alive(self.me, self.epoch, self.desk.counters, self.follower.held, traffic=traffic, now=now)
+                yield alive(self.me, self.epoch, self.mailbox.counters, self.follower.held, traffic=traffic, now=now)
             yield farewell
 
     def _is_due(self, what: str, now: float, every_seconds: float) -> bool:
@@ -331,7 +331,7 @@ class LearnerCore:
     def _check_orphan(self, now: float) -> None:
         limit, beat = self.config.orphan_timeout_seconds, self._beat
         if self._announced and beat is not None and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
-            self.desk.fail(Orphaned(orphaned(self.config, beat, now - self._beat_at, self.desk.refusal)))
+            self.mailbox.fail(Orphaned(orphaned(self.config, beat, now - self._beat_at, self.mailbox.refusal)))
 
     def _say_silence(self, now: float, *, proven: bool) -> None:
         """Log that no beat comes, or that the broker takes nothing: soon, seldom again, and when it is over."""
@@ -339,14 +339,14 @@ class LearnerCore:
             if self._no_way.end():
                 log.info("broker_takes_again", learner=self.me.name, seconds=round(now - self._proven_at, 1))
             self._proven_at = now
-        if not self._announced or self.phase is Phase.FINISHED or self.desk.leaving:
+        if not self._announced or self.phase is Phase.FINISHED or self.mailbox.leaving:
             return
         if self._no_beat.look(now - self._beat_at):
             log.warning("syncer_silent", learner=self.me.name, seconds=round(now - self._beat_at, 1),
                         sentence=self._silence(now - self._beat_at))  # fmt: skip
         elif now - self._beat_at < FIRST_SECONDS and self._no_way.look(now - self._proven_at):
             seconds = now - self._proven_at
-            why = self.desk.refusal or "is a port of it blocked?"
+            why = self.mailbox.refusal or "is a port of it blocked?"
             sentence = (
                 f"beats of run {self.me.run} arrive, and the broker at {self.config.broker} has taken nothing of "
                 f"{self.me.name} for {seconds:.0f} s: {why}"
@@ -354,7 +354,7 @@ class LearnerCore:
             log.warning("broker_takes_nothing", learner=self.me.name, seconds=round(seconds, 1), sentence=sentence)
 
     def _silence(self, seconds: float) -> str:
-        why = f" ({self.desk.refusal})" if self.desk.refusal else ""
+        why = f" ({self.mailbox.refusal})" if self.mailbox.refusal else ""
         heard = f"no beat of run {self.me.run} has come from {self.config.broker} for {seconds:.0f} s{why}"
         if self.me.role != "learner":
             return f"{heard}; the model that is shown stays at its newest version, and follows once the syncer is heard"
@@ -365,30 +365,30 @@ class LearnerCore:
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
         if self._beat is None:
-            self.desk.waits_for = "a beat of the syncer" + other_version(self.rejected)
+            self.mailbox.waits_for = "a beat of the syncer" + other_version(self.rejected)
         elif not (bulk_proven and self._bulk_heard):
-            self.desk.waits_for = "its path for bulk messages to be open"
+            self.mailbox.waits_for = "its path for bulk messages to be open"
         else:
             yield from self.admission.hello(now)
 
     def _alives(self, now: float, follower: PublicModel, traffic: ByteCounts) -> Iterator[Message]:
-        counters = self.desk.counters
+        counters = self.mailbox.counters
         if counters is not None and counters.step_seconds > 0 and "timed" not in self._due:
             self._due["timed"] = self._due["alive"] = now  # the first call may be waiting for this figure
         if self._is_due("alive", now, ALIVE_SECONDS):
             yield alive(self.me, self.epoch, counters, follower.held, traffic=traffic, now=now)
 
     def _take_from_desk(self) -> None:
-        if self.desk.take_reset_wish() and self.phase is Phase.FOLLOWING:
+        if self.mailbox.take_reset_wish() and self.phase is Phase.FOLLOWING:
             self._reset()
-        for capture in self.desk.take_captures():
+        for capture in self.mailbox.take_captures():
             try:
                 self._answer(capture)
             except Malformed as wrong:
                 self.malformed(wrong)
-                self.desk.found_nonfinite()
+                self.mailbox.found_nonfinite()
             finally:
-                self.desk.give_back(capture)
+                self.mailbox.give_back(capture)
 
     def _answer(self, capture: Capture) -> None:
         """Encode what was captured, keep it, and queue its chunks."""
@@ -422,18 +422,18 @@ class LearnerCore:
         if isinstance(message, Delta) and message.chunk == message.chunks - 1:
             self.answers.sent(message.slot, message.attempt, now)
         elif isinstance(message, Seed | Buffers):
-            self.desk.progress_at = now
-        elif isinstance(message, Goodbye) and self.desk.leaving:
+            self.mailbox.progress_at = now
+        elif isinstance(message, Goodbye) and self.mailbox.leaving:
             self.over = not self._buffers_wanted(now)
 
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _goodbyes(self, now: float) -> Iterator[Message]:
         """After the end of the run each second; else once, when the last answers were taken or the time is up."""
-        reason, counters = self.desk.leaving, self.desk.counters
+        reason, counters = self.mailbox.leaving, self.mailbox.counters
         if self.me.role != "learner" or self._admitted is None:
             self.over |= bool(reason)
         elif self.phase is Phase.FINISHED:
-            moved = self.desk.moved
+            moved = self.mailbox.moved
             news = moved is not None and bool(moved.count) and "moved" not in self._due
             if news or self._is_due("goodbye", now, ALIVE_SECONDS) or (reason and not self._buffers_wanted(now)):
                 self._due |= {"moved": now} if news else {}
@@ -446,7 +446,7 @@ class LearnerCore:
         """Queue what training has made of the static part, if the syncer asks this learner for it; again if it still
         does some time later.
         """
-        moved = self.desk.moved
+        moved = self.mailbox.moved
         if moved is None or beat.buffers_held or beat.buffer_source != self.me.pair or self._bulk:
             return
         if now < self._buffers_due:
@@ -464,13 +464,13 @@ class LearnerCore:
 
     def _buffers_wanted(self, now: float) -> bool:
         """The syncer may still ask for this learner's buffers, so that it does not leave yet."""
-        moved, beat = self.desk.moved, self._beat
+        moved, beat = self.mailbox.moved, self._beat
         if moved is None or not moved.count or beat is None or (beat.state == "finished" and beat.buffers_held):
             return False
         self._leaving_since = now if self._leaving_since is None else self._leaving_since
         heard = now - self._beat_at < SILENT_BEATS * BEAT_SECONDS
         if heard and now - self._leaving_since < BUFFERS_SECONDS:
-            self.desk.progress_at = now
+            self.mailbox.progress_at = now
             return True
         if "not_taken" not in self._due:
             self._due["not_taken"] = now
@@ -479,7 +479,7 @@ class LearnerCore:
 
     def _leave_unheard(self, now: float) -> None:
         """No broker listens: a goodbye waits for one for a short while only."""
-        if self.desk.leaving and now >= self._leaves_by(now, ABSENT_SECONDS):
+        if self.mailbox.leaving and now >= self._leaves_by(now, ABSENT_SECONDS):
             if self._admitted is not None and self.me.role == "learner":
                 log.warning("goodbye_not_sent", learner=self.me.name, answers_unconfirmed=self.answers.unconfirmed)
             self.over = True
@@ -491,5 +491,5 @@ class LearnerCore:
     def _leaves_by(self, now: float, most_seconds: float = LEAVE_SECONDS) -> float:
         if self._leaving_since is None:
             self._leaving_since = now
-        patience = LEAVE_SECONDS if self.desk.leaving == "left" else HURRY_SECONDS
+        patience = LEAVE_SECONDS if self.mailbox.leaving == "left" else HURRY_SECONDS
         return self._leaving_since + min(patience, most_seconds)

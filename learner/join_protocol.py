@@ -109,8 +109,8 @@ class Admitted:
 class JoinRequest:
     """Asks to be let in, and gives version 0 if it is asked for that."""
 
-    def __init__(self, me: Identity, desk: Mailbox, seeding: SeedSender) -> None:
-        self.me, self.desk, self.seeding = me, desk, seeding
+    def __init__(self, me: Identity, mailbox: Mailbox, seeding: SeedSender) -> None:
+        self.me, self.mailbox, self.seeding = me, mailbox, seeding
         self.plan: Plan | None = None
         """The plan by which this process was let in; it stays the same under later epochs."""
         self._due = 0.0
@@ -129,7 +129,7 @@ class JoinRequest:
     def answered(self, welcome: Welcome, beat: Beat) -> Admitted | None:
         """Take the syncer's answer; what it says of the run once we are in. Refused if that will not be."""
         if welcome.verdict == "wait":
-            self.desk.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
+            self.mailbox.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
         elif welcome.verdict == "refused":
             raise Refused(f"run {self.me.run} does not take {self.me.name}: {welcome.reason}")
         elif welcome.verdict == "seed" and self.plan is not None:
@@ -137,7 +137,7 @@ class JoinRequest:
                 f"run {self.me.run} begins anew and has nothing of what {self.me.name} was part of; start it again"
             )
         elif welcome.verdict == "seed":
-            self.desk.waits_for = "its version 0 to be stored by the syncer"
+            self.mailbox.waits_for = "its version 0 to be stored by the syncer"
             if self.seeding.asked(self._plan_of(welcome), welcome.missing, welcome.epoch):
                 log.info("seeding", parts=len(welcome.missing))
         elif welcome.verdict in ("welcome", "finished"):

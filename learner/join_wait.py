@@ -37,24 +37,24 @@ def member(
 
 def await_joined(link: Link) -> Joined:
     """Start the link and wait until the public model is here. PeerLost if nothing moves for the join's time-out."""
-    config, desk = link.config, link.desk
+    config, mailbox = link.config, link.mailbox
     link.start()
     start = said_at = time.monotonic()
     try:
         while True:
-            joined = desk.wait_joined(LOOK_UP_SECONDS)
+            joined = mailbox.wait_joined(LOOK_UP_SECONDS)
             now = time.monotonic()
             if joined is not None:
                 log.info("joined", run=config.run, learner=config.name, fragments=joined.plan.P, t=joined.t,
                          seconds=round(now - start, 3))  # fmt: skip
                 return joined
-            if now - desk.progress_at > config.join_timeout_seconds:
-                raise _lost(config, desk)
+            if now - mailbox.progress_at > config.join_timeout_seconds:
+                raise _lost(config, mailbox)
             if now - said_at >= SAY_SECONDS:
                 said_at = now
                 log.info(
                     "waiting",
-                    waits_for=desk.refusal or desk.waits_for,
+                    waits_for=mailbox.refusal or mailbox.waits_for,
                     address=config.broker,
                     seconds=round(now - start),
                 )
@@ -65,10 +65,10 @@ def await_joined(link: Link) -> Joined:
         raise
 
 
-def _lost(config: LearnerConfig, desk: Mailbox) -> PeerLost:
-    if desk.refusal:
-        return PeerLost(f"{desk.refusal}; {config.name} waited {config.join_timeout_seconds:g} s")
+def _lost(config: LearnerConfig, mailbox: Mailbox) -> PeerLost:
+    if mailbox.refusal:
+        return PeerLost(f"{mailbox.refusal}; {config.name} waited {config.join_timeout_seconds:g} s")
     return PeerLost(
-        f"{config.name} waited {config.join_timeout_seconds:g} s for {desk.waits_for} at {config.broker} "
+        f"{config.name} waited {config.join_timeout_seconds:g} s for {mailbox.waits_for} at {config.broker} "
         f"(run {config.run}); are the broker and the syncer running?"
     )

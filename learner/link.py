@@ -52,21 +52,21 @@ SEND_BATCH = 16
 
 
 class Link:
-    """Connects, and keeps the public model and the syncer's calls flowing to the desk until it is told to leave."""
+    """Connects, and keeps the public model and the syncer's calls flowing to the mailbox until it is told to leave."""
 
     def __init__(
         self,
         config: LearnerConfig,
         me: Identity,
-        desk: Mailbox,
+        mailbox: Mailbox,
         source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
         """LimitReached if this process may not open its sockets or start its threads."""
         check_sockets(f"{me.role} {me.name}", 4, threads=2)
-        self.config, self.me, self.desk = config, me, desk
+        self.config, self.me, self.mailbox = config, me, mailbox
         self._key = held_key(config.key)
         self.address = Address.parse(config.broker)
-        self.conversation = LearnerCore(config, me, desk, SeedSender(me, source))
+        self.conversation = LearnerCore(config, me, mailbox, SeedSender(me, source))
         self._waker = Waker()
         self._wants_keyframes = False
         self._abandoned = False
@@ -74,16 +74,16 @@ class Link:
 
     # --- for the training thread -------------------------------------------------------------------------------------
     def start(self) -> None:
-        self.desk.progress_at = time.monotonic()
+        self.mailbox.progress_at = time.monotonic()
         self._thread.start()
 
     def wake(self) -> None:
-        """Something lies on the desk."""
+        """Something lies on the mailbox."""
         self._waker.wake()
 
     def leave(self, reason: str) -> None:
         """Say goodbye and end; `finished` waits for it. The first reason counts."""
-        self.desk.leaving = self.desk.leaving or reason
+        self.mailbox.leaving = self.mailbox.leaving or reason
         self._waker.wake()
 
     def abandon(self) -> None:
@@ -109,7 +109,7 @@ class Link:
             finally:
                 context.destroy()
         except DilocoError as failure:
-            self.desk.fail(failure)
+            self.mailbox.fail(failure)
         except BaseException as failure:
             reason = limit_of(failure)
             told = DilocoError(
@@ -117,11 +117,11 @@ class Link:
                 + (f" ({reason})" if reason else "")
             )
             told.__cause__ = failure
-            self.desk.fail(told)
+            self.mailbox.fail(told)
             log.exception("link_failed")
         finally:
             if not (self.conversation.over or self._abandoned):  # the first failure counts
-                self.desk.fail(DilocoError(f"the thread of {self.me.name} that talks to {self.address} has ended"))
+                self.mailbox.fail(DilocoError(f"the thread of {self.me.name} that talks to {self.address} has ended"))
             self._waker.close()
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -166,9 +166,9 @@ class Link:
             line.look()
         refusal = refusal_of(lines, self.config.broker, self.config.key)
         hindrance = refusal or unresolved_of(lines)
-        if hindrance and hindrance != self.desk.refusal:
+        if hindrance and hindrance != self.mailbox.refusal:
             log.warning("broker_refuses" if refusal else "host_unresolved", learner=self.me.name, sentence=hindrance)
-        self.desk.refusal = hindrance
+        self.mailbox.refusal = hindrance
 
     def _subscribe(self, down: dict[Plane, SubscribeSocket]) -> None:
         run = self.config.run

@@ -51,8 +51,8 @@ class Observer:
         entries = inventory(model)
         layout = layout_to_send(entries)
         config = member(address, run, name, key, ("observer", "learner"), join_timeout_seconds=join_timeout_seconds)
-        self._desk = Mailbox()
-        self._link = Link(config, identify(config.run, config.name, entries, layout, observer=True), self._desk)
+        self._mailbox = Mailbox()
+        self._link = Link(config, identify(config.run, config.name, entries, layout, observer=True), self._mailbox)
         joined = await_joined(self._link)
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
@@ -65,36 +65,36 @@ class Observer:
     def beat(self) -> Beat:
         """What the syncer told last. Raises what the link failed with."""
         self.check()
-        if self._desk.beat is None:
+        if self._mailbox.beat is None:
             raise DilocoError("no beat was heard")
-        return self._desk.beat
+        return self._mailbox.beat
 
     @property
     def progress(self) -> Progress:
         self._owner.check("progress")
-        return self._desk.progress(time.monotonic())
+        return self._mailbox.progress(time.monotonic())
 
     @property
     def finished(self) -> bool:
         """The run is over, and what `load` writes is its final model."""
-        return self._desk.final
+        return self._mailbox.final
 
     @property
     def versions(self) -> tuple[int, ...]:
         """The newest version of each fragment that is here."""
-        return tuple(public.version for public in self._desk.whole)
+        return tuple(public.version for public in self._mailbox.whole)
 
     def load(self) -> tuple[int, ...]:
         """Write the newest public model into the model; the version of each fragment."""
         self.check()
-        whole = self._desk.whole
+        whole = self._mailbox.whole
         self._replica.show([public.vector for public in whole])
         return tuple(public.version for public in whole)
 
     def check(self) -> None:
         """Raise what the link failed with, if it did; DilocoError in a process that was forked from this one."""
         self._owner.check("a look at the run")
-        failure = self._desk.failure
+        failure = self._mailbox.failure
         if failure is not None:
             raise failure
 

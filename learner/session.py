@@ -54,10 +54,10 @@ class SessionLink(Protocol):
 
     config: LearnerConfig
     me: Identity
-    desk: Mailbox
+    mailbox: Mailbox
 
     def wake(self) -> None:
-        """Something lies on the desk."""
+        """Something lies on the mailbox."""
 
     def leave(self, reason: str) -> None:
         """Say goodbye and end."""
@@ -147,10 +147,10 @@ class Session:
         self.finished = False
         """The run is over, and the model holds the final global weights."""
         self._owner = Owner(f"session of {self.name}")
-        self._link, self._desk, self._replica = link, link.desk, replica
+        self._link, self._mailbox, self._replica = link, link.mailbox, replica
         self._tape = LearnerJournal.of(link.config.tape, link.me, joined)
         self._books = Counters(link.me.pair, joined.plan.P)
-        self._exchange = self.exchange_kind(link.desk, joined, replica, self._books)
+        self._exchange = self.exchange_kind(link.mailbox, joined, replica, self._books)
         self._losses = LossWatch()
         self._without_moments = joined.t > 0 and not any(moments_of(o) for o in as_list(optimizer))
         self._resetting = False
@@ -159,16 +159,16 @@ class Session:
         self._looking = False
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
         self._stick: AdoptionCheck | None = AdoptionCheck(replica.source(largest))
-        own = () if self._desk.final else own_statistics(replica)
+        own = () if self._mailbox.final else own_statistics(replica)
         if own:
             log.info("statistics_kept", learner=self.name, buffers=len(own), first=own[0])
         if replaced := self._exchange.begin(joined, own):
             log.info("static_from_run", learner=self.name, tensors=len(replaced), first=replaced[0], sentence=_REPLACED)
         self._static: StaticPart | None = None  # a learner of a finished run has trained nothing
-        if not self._desk.final:
+        if not self._mailbox.final:
             self._static = StaticPart(self.plan.layout, replica.static_tensors())
         self._checks = StepChecks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
-        waits = self._desk.boundary()  # what was merged since the welcome
+        waits = self._mailbox.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
             self._adopt(waits)
             self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset)
@@ -207,7 +207,7 @@ class Session:
         self._pace.enter(now, stepped=booked is not None)
         if booked is not None:
             self._books.count(booked)
-        waits = self._desk.boundary()
+        waits = self._mailbox.boundary()
         if waits.failure is not None:
             self._fail(waits.failure)
         fine, was_resetting = self._losses.take(loss) and not waits.nonfinite, self._resetting
@@ -230,7 +230,7 @@ class Session:
         """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
         self._owner.check("progress")
         self._checks.progress_asked()
-        return self._tape.told(self._desk.progress(time.monotonic()))
+        return self._tape.told(self._mailbox.progress(time.monotonic()))
 
     @property
     def ramp(self) -> float:
@@ -265,7 +265,7 @@ class Session:
                 f"session of {self.name}: global_weights() {'twice' if self._looking else 'after close()'}"
             )
         entered = time.monotonic()
-        whole = self._desk.whole
+        whole = self._mailbox.whole
         kept = self._replica.keep_parameters()
         self._looking = True
         self._checks.before_looking()
@@ -295,17 +295,17 @@ class Session:
         self._closed = True
         self._checks.close()
         if reason == "left" and not self.finished:
-            waits = self._desk.boundary()
+            waits = self._mailbox.boundary()
             if waits.failure is None and waits.final is None:
                 self._tape.boundary(self._books.now, (), answered=self._answer(waits.calls))
         self._link.leave("finished" if self.finished else reason)
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
-        began = self._desk.progress_at
+        began = self._mailbox.progress_at
         while not self._link.join_thread(patience):
-            if self._desk.progress_at == began:
+            if self._mailbox.progress_at == began:
                 self._link.abandon()
                 break
-            began = self._desk.progress_at  # its buffers are on their way
+            began = self._mailbox.progress_at  # its buffers are on their way
         self._tape.close(finished=self.finished)
         log.info("left", learner=self.name, reason="finished" if self.finished else reason,
                  local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
@@ -329,7 +329,7 @@ class Session:
         if waits.final is not None:
             self._exchange.conclude(waits.final)
             self.finished = True
-            self._desk.moved = self._static.moved() if self._static is not None else Moved(0, b"")
+            self._mailbox.moved = self._static.moved() if self._static is not None else Moved(0, b"")
             self._link.wake()
         return self.finished
 
@@ -360,7 +360,7 @@ class Session:
             )
         log.warning("not_finite", learner=self.name, local_steps=now, loss=self._losses.value)
         self._resetting = True
-        self._desk.wish_reset()
+        self._mailbox.wish_reset()
         self._link.wake()
 
     def _check_stuck(self) -> None:
@@ -393,7 +393,7 @@ class Session:
 
     def _report(self) -> None:
         pace = self._pace
-        self._desk.counters = TrainingStatus(
+        self._mailbox.counters = TrainingStatus(
             books=self._books.now,
             step_seconds=pace.step_seconds,
             last_step_at=pace.last_step_at,

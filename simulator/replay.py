@@ -278,18 +278,18 @@ class _Life:
         trainee, session = self._trainee, self._trainee.session
         if not row["steps"]:
             return  # what waited for the first step was adopted when the session began
-        trainee.desk.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
+        trainee.mailbox.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
         arrivals = [
             trainee.arrival(p, e, self._taken(number, p, v), told=bool(own)) for p, e, v, own in row.get("adopted", ())
         ]
-        trainee.desk.deliver(arrivals, reset=bool(row.get("reset")))
+        trainee.mailbox.deliver(arrivals, reset=bool(row.get("reset")))
         calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
         steps, tokens = row["steps"], row["tokens"]
         if steps > session.local_steps:
             trainee.share = (tokens - session.tokens) / world.task.tokens_per_step
             trainee.step(calls)
         elif calls:  # captured once more when it left
-            trainee.desk.open_calls(calls)
+            trainee.mailbox.open_calls(calls)
             session.close("left")
         if (session.local_steps, session.tokens) != (steps, tokens):
             raise SettingError(

@@ -1,5 +1,5 @@
 """A learner without a network: the built-in training loop and a production Session, whose messages are handed over
-in this process. Whoever drives it says what lies on its desk at each step boundary.
+in this process. Whoever drives it says what lies on its mailbox at each step boundary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .backend import EPOCH, Sent
 
 
 class VirtualMailbox(Mailbox):
-    """A desk on which time is what its owner says."""
+    """A mailbox on which time is what its owner says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class VirtualLink:
 
     config: LearnerConfig
     me: Identity
-    desk: Mailbox
+    mailbox: Mailbox
 
     def wake(self) -> None: ...
 
@@ -106,10 +106,10 @@ class VirtualLearner:
         self.me = Identity(
             run=settings.run, name=name, incarnation=incarnation, layout=layout_of(self.model), data_hash=corpus.sha256
         )
-        self.desk = VirtualMailbox()
+        self.mailbox = VirtualMailbox()
         self.plan, self.codec = joined.plan, settings.codec_up
-        self.desk.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in waits])
-        link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.desk)
+        self.mailbox.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in waits])
+        link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.mailbox)
         kind = RetainingSession if keeps else Session
         self.session = kind(link, joined, Replica(self.model, joined.plan), self.optimizer)
         self._batches = batches(
@@ -126,13 +126,13 @@ class VirtualLearner:
         return self.session.versions
 
     def hear(self, beat: Beat, now: float) -> None:
-        self.desk.heard(beat, now)
+        self.mailbox.heard(beat, now)
 
     def begin_step(self, now: float) -> None:
-        self.desk.progress_told = self.desk.progress_at_time(now)
+        self.mailbox.progress_told = self.mailbox.progress_at_time(now)
 
     def step(self, calls: Sequence[Call]) -> float:
-        self.desk.open_calls(calls)
+        self.mailbox.open_calls(calls)
         inputs, targets = next(self._batches)
         self._owed += self.share * len(inputs)
         rows = min(len(inputs), max(1, round(self._owed)))
@@ -145,23 +145,23 @@ class VirtualLearner:
     def captured(self) -> list[list[Delta]]:
         """The answers of the last boundary, each as the chunks that would be sent. What is not finite is told."""
         answers = []
-        for capture in self.desk.take_captures():
+        for capture in self.mailbox.take_captures():
             fragment = self.plan.fragments[capture.call.fragment]
             try:
                 answers.append(encode_answer(self.me, fragment, self.codec, capture))
             except Malformed:
-                self.desk.found_nonfinite()
-            self.desk.give_back(capture)
+                self.mailbox.found_nonfinite()
+            self.mailbox.give_back(capture)
         return answers
 
     def sent(self) -> list[Sent]:
         return [Sent(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
 
     def deliver(self, fragment: int, public: PublicFragment, *, reset: bool = False) -> None:
-        self.desk.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
+        self.mailbox.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
 
     def wants_reset(self) -> bool:
-        return self.desk.take_reset_wish()
+        return self.mailbox.take_reset_wish()
 
     def arrival(self, fragment: int, epoch: int, public: PublicFragment, *, told: bool = True) -> Arrival:
         """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""

@@ -1,4 +1,4 @@
-"""A session of a test's own model without a network: what it adopts and is called for is laid on its desk."""
+"""A session of a test's own model without a network: what it adopts and is called for is laid on its mailbox."""
 
 from __future__ import annotations
 
@@ -28,32 +28,35 @@ class Lone:
         layout = Layout(tuple(entry.spec() for entry in inventory(model, optimizer, masters)))
         plan = balanced_plan(layout, 1)
         replica = Replica(model, plan, masters)
-        self.desk = Mailbox()
+        self.mailbox = Mailbox()
         self.fragment, self.replica = plan.fragments[0], replica
         self.version = 1
         settings = RunSettings(run="r", fragments=1, overlap=1, codec_up="f32", codec_down="f32")
         joined = Joined(plan, settings, None, 1, t, (self._public(),), replica.static_bytes())
         me = Identity(run="r", name="me", incarnation=1, layout=layout)
         self.session = Session(
-            VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name="me"), me, self.desk), joined, replica, optimizer
+            VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name="me"), me, self.mailbox),
+            joined,
+            replica,
+            optimizer,
         )
 
     def call(self, slot: int) -> None:
         """What it is called for from its next step on."""
-        self.desk.open_calls([Call(run="r", epoch=1, slot=slot, t=0, fragment=0, version=self.version, attempt=1)])
+        self.mailbox.open_calls([Call(run="r", epoch=1, slot=slot, t=0, fragment=0, version=self.version, attempt=1)])
 
     def answers(self) -> Sequence[Capture]:
         """What it has captured since the last time."""
-        return self.desk.take_captures()
+        return self.mailbox.take_captures()
 
     def merge(self, by: float = 0.0) -> None:
         """A next version waits for it: its own weights, moved."""
         self.version += 1
-        self.desk.deliver([Arrival(0, 1, self._public(by))])
+        self.mailbox.deliver([Arrival(0, 1, self._public(by))])
 
     def show_global_weights(self) -> None:
         """Look at the global model, here one moved far from its own, for a moment."""
-        self.desk.whole = (self._public(10.0),)
+        self.mailbox.whole = (self._public(10.0),)
         with self.session.global_weights():
             pass
 

@@ -68,13 +68,13 @@ class Trainer:
 
     def hears_call(self, slot: int, attempt: int = 1) -> None:
         wait_for(
-            lambda: any((c.slot, c.attempt) == (slot, attempt) for c in self.session._desk._calls),
+            lambda: any((c.slot, c.attempt) == (slot, attempt) for c in self.session._mailbox._calls),
             f"the learner hears call {slot}, attempt {attempt}",
         )
 
     def gets(self, fragment: int, version: int) -> None:
         wait_for(
-            lambda: fragment in (a := self.session._desk._arrivals) and a[fragment].public.version == version,
+            lambda: fragment in (a := self.session._mailbox._arrivals) and a[fragment].public.version == version,
             f"version {version} of fragment {fragment} waits for the learner",
         )
 
@@ -298,7 +298,7 @@ def test_a_merge_between_the_download_and_the_first_step_is_not_lost(
     def joined_late(link: Link) -> Joined:
         joined = await_joined(link)
         syncer.merge(1, vectors(6.0)[1])
-        wait_for(lambda: 1 in link.desk._arrivals, "version 2 of fragment 1 is here already")
+        wait_for(lambda: 1 in link.mailbox._arrivals, "version 2 of fragment 1 is here already")
         return joined
 
     monkeypatch.setattr(session, "await_joined", joined_late)
@@ -349,7 +349,7 @@ def test_no_answer_is_given_to_a_call_right_after_an_adoption(syncer: ScriptedSy
     me.hears_call(0)
     me.step()
     assert (me.model.narrow == 9).all()
-    assert not me.session._desk._captures
+    assert not me.session._mailbox._captures
     me.step()
     first, delta = syncer.delta(slot=0, name="me")
     assert (first.base_version, first.steps_from, first.steps_to) == (2, 2, 3)
@@ -486,13 +486,13 @@ def test_an_update_with_another_digest_is_never_adopted(syncer: ScriptedSyncer, 
 
 def test_messages_under_a_lower_epoch_are_ignored(syncer: ScriptedSyncer, me: Trainer) -> None:
     syncer.new_epoch(5, versions=9)
-    wait_for(lambda: me.session._desk._arrivals, "the learner has gone over to epoch 5")
+    wait_for(lambda: me.session._mailbox._arrivals, "the learner has gone over to epoch 5")
     me.step()
     old = Call(run="r", epoch=4, slot=70, t=0, fragment=1, version=9, attempt=1)
     syncer.say(old)
     syncer.call(1, slot=3)
     me.hears_call(3)
-    assert 70 not in [call.slot for call in me.session._desk._calls]
+    assert 70 not in [call.slot for call in me.session._mailbox._calls]
 
 
 def test_under_a_new_epoch_the_learner_says_hello_again_and_takes_the_whole_model(
@@ -526,7 +526,7 @@ def test_a_reset_takes_the_whole_model_at_once_and_drops_the_answers(syncer: Scr
     me.step()
     syncer.delta(slot=0, name="me")
     syncer.tell(syncer.all_of(Hello)[0], "reset", reason="three rejected answers")
-    wait_for(lambda: me.session._desk._reset, "the whole model waits")
+    wait_for(lambda: me.session._mailbox._reset, "the whole model waits")
     me.step()
     assert (me.model.wide == 5).all()
     assert (me.model.narrow == 5).all()
@@ -657,7 +657,7 @@ def test_a_loss_that_is_not_finite_resets_the_learner_once_and_then_it_has_diver
     syncer: ScriptedSyncer, me: Trainer
 ) -> None:
     me.step(by=float("nan"), loss=float("nan"))
-    wait_for(lambda: me.session._desk._reset, "the whole model waits")
+    wait_for(lambda: me.session._mailbox._reset, "the whole model waits")
     me.step(by=0.0, loss=float("nan"))
     assert (me.model.wide == 5).all()
     me.step(loss=1.0)
@@ -669,9 +669,9 @@ def test_parameters_that_are_not_finite_are_never_sent(syncer: ScriptedSyncer, m
     syncer.call(1, slot=0)
     me.hears_call(0)
     me.step(by=float("nan"))
-    wait_for(lambda: me.session._desk._nonfinite, "the link finds it")
+    wait_for(lambda: me.session._mailbox._nonfinite, "the link finds it")
     me.step(by=0.0)
-    wait_for(lambda: me.session._desk._reset, "the whole model waits")
+    wait_for(lambda: me.session._mailbox._reset, "the whole model waits")
     me.step(by=0.0)
     assert (me.model.narrow == 5).all()
     assert not syncer.all_of(Delta)
@@ -724,12 +724,12 @@ def test_the_answers_of_a_bf16_model_are_measured_from_what_it_holds(broker: str
             target = syncer.public[0].clone()
             target[:600] += 0.1234
             new = syncer.merge(0, target)
-            wait_for(lambda: session._desk._arrivals, "the update waits")
+            wait_for(lambda: session._mailbox._arrivals, "the update waits")
             session.step(tokens=1)
             assert model.weight.dtype == torch.bfloat16
             assert torch.equal(model.weight.detach().view(-1), new[:600].bfloat16())
             syncer.call(0, slot=0)
-            wait_for(lambda: session._desk._calls, "the call is heard")
+            wait_for(lambda: session._mailbox._calls, "the call is heard")
             optimizer.step()
             session.step(tokens=1)
             _, delta = syncer.delta(slot=0, name="me")

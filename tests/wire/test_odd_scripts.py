@@ -147,7 +147,7 @@ def one_round(syncer: ScriptedSyncer, session: Session, model: nn.Module, slot: 
     anchor = cast_through(fragment, syncer.public[0])
     loss = torch.full((), 1.0, dtype=torch.float32, device="cpu")
     syncer.call(0, slot)
-    wait_for(lambda: any(call.slot == slot for call in session._desk._calls), "the call is heard")
+    wait_for(lambda: any(call.slot == slot for call in session._mailbox._calls), "the call is heard")
     move(model, -0.25)
     wanted = decode_delta("int8", anchor, encode_delta("int8", anchor, replica.vector(fragment)))
     with mode():
@@ -156,7 +156,7 @@ def one_round(syncer: ScriptedSyncer, session: Session, model: nn.Module, slot: 
     assert torch.equal(delta, wanted)
     syncer.close_call(slot)
     syncer.merge(0, syncer.public[0] - delta, slot=slot)
-    wait_for(lambda: session._desk._arrivals, "the merge waits to be adopted")
+    wait_for(lambda: session._mailbox._arrivals, "the merge waits to be adopted")
     with mode():
         assert session.step(tokens=1)
     adopted = replica.vector(fragment)
@@ -378,14 +378,14 @@ def test_what_was_not_stepped_is_not_sent(broker: str) -> None:
     optimizer = torch.optim.SGD(trained_of(model), lr=0.25)
     with syncer_at(broker) as syncer, join(broker, model, optimizer, name="me", run="r") as session:
         syncer.call(0, 0)
-        wait_for(lambda: session._desk._calls, "the call is heard")
+        wait_for(lambda: session._mailbox._calls, "the call is heard")
         for _ in range(3):
             trained(model, optimizer, float("inf"))
             assert session.step(tokens=10)
             optimizer.zero_grad()
         sum(p.float().sum() for p in trained_of(model)).backward()  # type: ignore[union-attr]
         assert session.step(tokens=10)
-        assert not session._desk._captures
+        assert not session._mailbox._captures
         trained(model, optimizer)
         assert session.step(tokens=10)
         answer, _ = syncer.delta(slot=0, name="me")

@@ -40,9 +40,9 @@ class Talk:
     """A conversation, and the syncer's side of it."""
 
     def __init__(self, me: Identity = ME) -> None:
-        self.desk = Mailbox()
+        self.mailbox = Mailbox()
         config = LearnerConfig(broker="tcp://127.0.0.1:5550", name="me", run="r", orphan_timeout_seconds=60)
-        self.conversation = LearnerCore(config, me, self.desk, SeedSender(me, None))
+        self.conversation = LearnerCore(config, me, self.mailbox, SeedSender(me, None))
 
     def tick(self, now: float, *, proven: bool = True) -> list[Message]:
         said: Iterator[Message] = self.conversation.tick(
@@ -75,7 +75,7 @@ class Talk:
         self.welcome(100.1)
         assert Fetch in self.kinds(100.2)
         self.keyframe(4, 100.3)
-        assert self.desk.wait_joined(0) is not None
+        assert self.mailbox.wait_joined(0) is not None
 
 
 @pytest.fixture
@@ -88,16 +88,16 @@ def joined() -> Talk:
 def test_a_learner_without_beats_is_orphaned_when_the_time_is_up(joined: Talk) -> None:
     for second in range(101, 160):
         joined.tick(float(second))
-        assert joined.desk.failure is None
+        assert joined.mailbox.failure is None
     joined.tick(160.5)
-    assert isinstance(joined.desk.failure, Orphaned)
+    assert isinstance(joined.mailbox.failure, Orphaned)
 
 
 def test_a_learner_that_stood_still_itself_is_no_orphan(joined: Talk) -> None:
     joined.tick(101.0)
     joined.tick(4000.0)
     joined.tick(4001.0)
-    assert joined.desk.failure is None
+    assert joined.mailbox.failure is None
 
 
 def test_the_end_is_acknowledged_each_second_whatever_comes_later(joined: Talk) -> None:
@@ -109,7 +109,7 @@ def test_the_end_is_acknowledged_each_second_whatever_comes_later(joined: Talk) 
     joined.hear(beat(epoch=2), 102.0)
     [goodbye] = [m for m in joined.tick(102.5) if isinstance(m, Goodbye)]
     assert (goodbye.reason, goodbye.model_hash) == ("finished", model_hash([VECTOR]))
-    joined.desk.leaving = "left"
+    joined.mailbox.leaving = "left"
     [last] = [m for m in joined.tick(102.6) if isinstance(m, Goodbye)]
     assert last.reason == "finished"
     joined.conversation.sent(last, 102.6)
@@ -147,13 +147,13 @@ def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
 
 
 def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whole_model(joined: Talk) -> None:
-    joined.desk.boundary()
+    joined.mailbox.boundary()
     joined.welcome(101.0, verdict="wait")
     assert joined.kinds(101.1) == [Hello]
     joined.welcome(101.2)
     assert Fetch in joined.kinds(101.3)
     joined.keyframe(4, 101.4)
-    waits = joined.desk.boundary()
+    waits = joined.mailbox.boundary()
     assert waits.reset
     assert [arrival.public.version for arrival in waits.arrivals] == [4]
 
@@ -161,18 +161,18 @@ def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whol
 def test_a_learner_in_training_never_gives_version_0_of_a_run_that_begins_anew(joined: Talk) -> None:
     joined.hear(beat(epoch=2, versions=()), 101.0)
     joined.welcome(101.1, epoch=2, verdict="seed")
-    assert isinstance(joined.desk.failure, Refused)
-    assert "anew" in str(joined.desk.failure)
+    assert isinstance(joined.mailbox.failure, Refused)
+    assert "anew" in str(joined.mailbox.failure)
 
 
 def test_a_learner_whose_name_another_one_has_meanwhile_is_told_so(joined: Talk) -> None:
     joined.welcome(101.0, verdict="refused")
-    assert isinstance(joined.desk.failure, Refused)
+    assert isinstance(joined.mailbox.failure, Refused)
 
 
 def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -> None:
     joined.tick(101.0)
-    joined.desk.leaving = "left"
+    joined.mailbox.leaving = "left"
     joined.tick(101.1, proven=False)
     assert not joined.conversation.over
     joined.tick(102.2, proven=False)
@@ -189,7 +189,7 @@ def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_
     assert "WARNING" in line
     assert "the syncer rejects what me sends, again and again: delta norm: 3 (5 in a row)" in line
     assert joined.conversation.phase is Phase.FOLLOWING
-    assert joined.desk.failure is None
+    assert joined.mailbox.failure is None
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_an_orphan_of_a_run_that_has_probably_finished_is_told_how_to_get_its_mo
     joined.hear(beat(**last), 101.0)
     for second in range(101, 163):
         joined.tick(float(second))
-    assert isinstance(joined.desk.failure, Orphaned)
+    assert isinstance(joined.mailbox.failure, Orphaned)
     command = "`diloco syncer --broker tcp://127.0.0.1:5550 --dir FOLDER`"
-    assert (command in str(joined.desk.failure)) == ended
-    assert f"at step {last['t']} of 600" in str(joined.desk.failure) or not ended
+    assert (command in str(joined.mailbox.failure)) == ended
+    assert f"at step {last['t']} of 600" in str(joined.mailbox.failure) or not ended
 
 
 def test_a_join_whose_hello_is_rejected_waits_for_that_in_words() -> None:
@@ -218,7 +218,7 @@ def test_a_join_whose_hello_is_rejected_waits_for_that_in_words() -> None:
     talk.hear(beat(), 100.0)
     reason = "hello layout: a tensor's name (3 in a row)"
     talk.hear(Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason=reason), 100.1)
-    assert talk.desk.waits_for == f"its Hello to be taken ({reason})"
+    assert talk.mailbox.waits_for == f"its Hello to be taken ({reason})"
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_the_silence_of_the_syncer_is_logged_soon_and_seldom_with_what_the_learn
             "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me trains on, sends once the syncer is "
             "heard, and saves and ends after 60 s"
         )
-        joined.desk.refusal = "host name broker cannot be resolved (Name or service not known); is it spelled right?"
+        joined.mailbox.refusal = "host name broker cannot be resolved (Name or service not known); is it spelled right?"
         joined.hear(beat(), 150.0)
         joined.tick(150.0)
         assert [row["seconds"] for row in events("syncer_heard_again")] == [49]
@@ -285,6 +285,6 @@ def test_an_observer_says_what_its_model_is_meanwhile_and_a_finished_run_has_no_
         (said,) = events("syncer_silent")
         assert said["sentence"].endswith("stays at its newest version, and follows once the syncer is heard")
         watching.hear(beat(state="finished", versions=(4,), model_hash=model_hash([VECTOR])), 112.0)
-        assert watching.desk.final
+        assert watching.mailbox.final
         train_on(watching, 112.0, 200.0)
         assert len(events("syncer_silent")) == 1
