@@ -66,7 +66,7 @@ class Link:
         self.config, self.me, self.mailbox = config, me, mailbox
         self._key = held_key(config.key)
         self.address = Address.parse(config.broker)
-        self.conversation = LearnerCore(config, me, mailbox, SeedSender(me, source))
+        self.core = LearnerCore(config, me, mailbox, SeedSender(me, source))
         self._waker = Waker()
         self._wants_keyframes = False
         self._abandoned = False
@@ -120,13 +120,13 @@ class Link:
             self.mailbox.fail(told)
             log.exception("link_failed")
         finally:
-            if not (self.conversation.over or self._abandoned):  # the first failure counts
+            if not (self.core.over or self._abandoned):  # the first failure counts
                 self.mailbox.fail(DilocoError(f"the thread of {self.me.name} that talks to {self.address} has ended"))
             self._waker.close()
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Open the sockets (they belong to this thread), go round, close them; what was sent goes out for a while."""
-        talk = self.conversation
+        talk = self.core
         down = {
             Plane.CONTROL: SubscribeSocket(
                 context, self.address.control_out, hwm_messages=CONTROL_MESSAGES, key=self._key,
@@ -174,7 +174,7 @@ class Link:
         run = self.config.run
         down[Plane.CONTROL].subscribe(beat_topic(run))
         down[Plane.CONTROL].subscribe(prefix(run, "call"))
-        down[Plane.CONTROL].subscribe(prefix(run, "welcome", self.conversation.me.name))
+        down[Plane.CONTROL].subscribe(prefix(run, "welcome", self.core.me.name))
         down[Plane.BULK].subscribe(beat_topic(run))
         down[Plane.BULK].subscribe(prefix(run, "fragment"))
 
@@ -184,8 +184,8 @@ class Link:
                 message = downlink.receive()
                 if message is None:
                     break
-                self.conversation.heard(message, plane, time.monotonic())
-        follower = self.conversation.follower
+                self.core.heard(message, plane, time.monotonic())
+        follower = self.core.follower
         wants = follower is not None and follower.wants_keyframes  # others' are heard, and paid for, by who subscribes
         if wants != self._wants_keyframes:
             self._wants_keyframes = wants
@@ -193,7 +193,7 @@ class Link:
             change(prefix(self.config.run, "keyframe"))
 
     def _say(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket]) -> None:
-        talk, now = self.conversation, time.monotonic()
+        talk, now = self.core, time.monotonic()
         for uplink in up.values():
             uplink.read_subscriptions()
         traffic = ByteCounts(

@@ -139,7 +139,7 @@ def me(broker: str, syncer: ScriptedSyncer) -> Iterator[Trainer]:
 def talk_of(session: Session) -> core.LearnerCore:
     """What its link says and hears."""
     assert isinstance(session._link, Link)
-    return session._link.conversation
+    return session._link.core
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -69,7 +69,7 @@ def syncer_at(broker: str, run: str = "r", **more: Any) -> Iterator[ScriptedSync
 def talk_of(session: Session) -> core.LearnerCore:
     """What its link says and hears."""
     assert isinstance(session._link, Link)
-    return session._link.conversation
+    return session._link.core
 
 
 def member(broker: str, model: nn.Module, **more: Any) -> Session:

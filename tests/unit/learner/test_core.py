@@ -42,19 +42,17 @@ class Talk:
     def __init__(self, me: Identity = ME) -> None:
         self.mailbox = Mailbox()
         config = LearnerConfig(broker="tcp://127.0.0.1:5550", name="me", run="r", orphan_timeout_seconds=60)
-        self.conversation = LearnerCore(config, me, self.mailbox, SeedSender(me, None))
+        self.core = LearnerCore(config, me, self.mailbox, SeedSender(me, None))
 
     def tick(self, now: float, *, proven: bool = True) -> list[Message]:
-        said: Iterator[Message] = self.conversation.tick(
-            now, control_proven=proven, bulk_proven=proven, traffic=ByteCounts()
-        )
+        said: Iterator[Message] = self.core.tick(now, control_proven=proven, bulk_proven=proven, traffic=ByteCounts())
         return list(said)
 
     def kinds(self, now: float) -> list[type[Message]]:
         return [type(message) for message in self.tick(now)]
 
     def hear(self, message: Message, now: float) -> None:
-        self.conversation.heard(message, Plane.CONTROL if message.PLANE is Plane.CONTROL else Plane.BULK, now)
+        self.core.heard(message, Plane.CONTROL if message.PLANE is Plane.CONTROL else Plane.BULK, now)
 
     def keyframe(self, version: int, now: float, epoch: int = 1) -> None:
         content = VECTOR.numpy().data.cast("B")
@@ -70,7 +68,7 @@ class Talk:
     def join(self) -> None:
         self.hear(beat(), 100.0)
         assert self.kinds(100.0) == [], "nothing is said before a beat came on the bulk plane too"
-        self.conversation.heard(beat(), Plane.BULK, 100.0)
+        self.core.heard(beat(), Plane.BULK, 100.0)
         assert self.kinds(100.0) == [Hello]
         self.welcome(100.1)
         assert Fetch in self.kinds(100.2)
@@ -103,7 +101,7 @@ def test_a_learner_that_stood_still_itself_is_no_orphan(joined: Talk) -> None:
 def test_the_end_is_acknowledged_each_second_whatever_comes_later(joined: Talk) -> None:
     joined.hear(beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR])), 101.0)
     joined.keyframe(5, 101.1)
-    assert joined.conversation.phase is Phase.FINISHED
+    assert joined.core.phase is Phase.FINISHED
     assert Goodbye in joined.kinds(101.2)
     assert Goodbye not in joined.kinds(101.5)
     joined.hear(beat(epoch=2), 102.0)
@@ -112,8 +110,8 @@ def test_the_end_is_acknowledged_each_second_whatever_comes_later(joined: Talk) 
     joined.mailbox.leaving = "left"
     [last] = [m for m in joined.tick(102.6) if isinstance(m, Goodbye)]
     assert last.reason == "finished"
-    joined.conversation.sent(last, 102.6)
-    assert joined.conversation.over
+    joined.core.sent(last, 102.6)
+    assert joined.core.over
 
 
 def test_while_it_asks_under_a_new_epoch_a_learner_says_nothing_else(joined: Talk) -> None:
@@ -137,12 +135,12 @@ def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
     late = Talk()
     over = beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR]))
     for plane in Plane:
-        late.conversation.heard(over, plane, 100.0)
+        late.core.heard(over, plane, 100.0)
     assert late.kinds(100.1) == [Hello]
     late.welcome(100.2, verdict="finished")
     assert late.kinds(100.3) == [Fetch], "a report of who is no member would be answered by: say Hello again"
     late.keyframe(5, 100.4)
-    assert late.conversation.phase is Phase.FINISHED
+    assert late.core.phase is Phase.FINISHED
     assert [late.kinds(101.0 + second) for second in range(3)] == [[Goodbye]] * 3
 
 
@@ -174,9 +172,9 @@ def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -
     joined.tick(101.0)
     joined.mailbox.leaving = "left"
     joined.tick(101.1, proven=False)
-    assert not joined.conversation.over
+    assert not joined.core.over
     joined.tick(102.2, proven=False)
-    assert joined.conversation.over
+    assert joined.core.over
 
 
 def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_on(
@@ -188,7 +186,7 @@ def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_
     [line] = [line for line in capsys.readouterr().err.splitlines() if "messages_rejected" in line]
     assert "WARNING" in line
     assert "the syncer rejects what me sends, again and again: delta norm: 3 (5 in a row)" in line
-    assert joined.conversation.phase is Phase.FOLLOWING
+    assert joined.core.phase is Phase.FOLLOWING
     assert joined.mailbox.failure is None
 
 
