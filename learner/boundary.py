@@ -16,10 +16,10 @@ from .replica import Replica
 class ModelExchange:
     """One learner's model between two step boundaries, with the books about it. Only the training thread uses it."""
 
-    def __init__(self, mailbox: Mailbox, joined: Joined, replica: Replica, books: Counters) -> None:
+    def __init__(self, mailbox: Mailbox, joined: Joined, replica: Replica, counters: Counters) -> None:
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
-        self.replica, self.books = replica, books
+        self.replica, self.counters = replica, counters
         self.public: list[PublicFragment] = list(joined.whole)
         """What was adopted last, by fragment: the anchors."""
         self.reported: tuple[int, tuple[int, ...]] = (joined.epoch, ())
@@ -51,7 +51,7 @@ class ModelExchange:
 
     def answer(self, calls: Sequence[Call]) -> list[Call]:
         """Copy the fragment of each call that may be answered now; these calls."""
-        wanted = [call for call in calls if self.books.may_answer(call)]
+        wanted = [call for call in calls if self.counters.may_answer(call)]
         for call in wanted:
             self._capture(call)
         return wanted
@@ -60,9 +60,9 @@ class ModelExchange:
         for arrival in arrivals:
             since = self._write(arrival, how)
             self.public[arrival.fragment] = arrival.public
-            self.books.adopted(arrival.fragment, arrival.epoch, arrival.public.version, since)
+            self.counters.adopted(arrival.fragment, arrival.epoch, arrival.public.version, since)
         epoch = arrivals[-1].epoch
-        self.reported = (epoch, self.books.versions(epoch))
+        self.reported = (epoch, self.counters.versions(epoch))
 
     def _write(self, arrival: Arrival, how: str) -> Counts | None:
         """Write one fragment; the counters from which on the learner's own progress was kept, if it was."""
@@ -83,7 +83,7 @@ class ModelExchange:
         if theta is None:
             theta = self.replica.new_buffer(fragment.length)
         ready = self.replica.capture(fragment, theta)
-        since, until = self.books.captured(call)
+        since, until = self.counters.captured(call)
         rebase = self.settings.adopt == "rebase"
         capture = Capture(call, public.version, public.vector, theta, since, until, ready, reusable=not rebase)
         if rebase:

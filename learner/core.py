@@ -312,7 +312,7 @@ class LearnerCore:
         for farewell in self._goodbyes(now):
             if self._member and self.follower is not None and "last" not in self._due:
                 self._due["last"] = now  # its whole traffic and time, once
-                yield alive(self.me, self.epoch, self.mailbox.counters, self.follower.held, traffic=traffic, now=now)
+                yield alive(self.me, self.epoch, self.mailbox.status, self.follower.held, traffic=traffic, now=now)
             yield farewell
 
     def _is_due(self, what: str, now: float, every_seconds: float) -> bool:
@@ -372,11 +372,11 @@ class LearnerCore:
             yield from self.admission.hello(now)
 
     def _alives(self, now: float, follower: PublicModel, traffic: ByteCounts) -> Iterator[Message]:
-        counters = self.mailbox.counters
-        if counters is not None and counters.step_seconds > 0 and "timed" not in self._due:
+        status = self.mailbox.status
+        if status is not None and status.step_seconds > 0 and "timed" not in self._due:
             self._due["timed"] = self._due["alive"] = now  # the first call may be waiting for this figure
         if self._is_due("alive", now, ALIVE_SECONDS):
-            yield alive(self.me, self.epoch, counters, follower.held, traffic=traffic, now=now)
+            yield alive(self.me, self.epoch, status, follower.held, traffic=traffic, now=now)
 
     def _take_from_desk(self) -> None:
         if self.mailbox.take_reset_wish() and self.phase is Phase.FOLLOWING:
@@ -429,7 +429,7 @@ class LearnerCore:
     # --- leaving -----------------------------------------------------------------------------------------------------
     def _goodbyes(self, now: float) -> Iterator[Message]:
         """After the end of the run each second; else once, when the last answers were taken or the time is up."""
-        reason, counters = self.mailbox.leaving, self.mailbox.counters
+        reason, status = self.mailbox.leaving, self.mailbox.status
         if self.me.role != "learner" or self._admitted is None:
             self.over |= bool(reason)
         elif self.phase is Phase.FINISHED:
@@ -438,9 +438,9 @@ class LearnerCore:
             if news or self._is_due("goodbye", now, ALIVE_SECONDS) or (reason and not self._buffers_wanted(now)):
                 self._due |= {"moved": now} if news else {}
                 known = 0 if reason else None
-                yield goodbye(self.me, "finished", counters, self._final_hash, known if moved is None else moved.count)
+                yield goodbye(self.me, "finished", status, self._final_hash, known if moved is None else moved.count)
         elif reason and (now >= self._leaves_by(now) or not self._awaited(reason)):
-            yield goodbye(self.me, reason, counters, "")
+            yield goodbye(self.me, reason, status, "")
 
     def _give_buffers(self, beat: Beat, now: float) -> None:
         """Queue what training has made of the static part, if the syncer asks this learner for it; again if it still

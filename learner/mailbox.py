@@ -70,7 +70,7 @@ class Capture:
 class TrainingStatus:
     """The training thread's own figures, for Alive."""
 
-    books: Counts = field(default_factory=Counts)
+    counts: Counts = field(default_factory=Counts)
     step_seconds: float = 0.0
     last_step_at: float = 0.0
     inner_seconds: float = 0.0
@@ -110,7 +110,7 @@ class Mailbox:
         self._clock = RunClock()
         self._captures: deque[Capture] = deque()
         self._spare: list[Tensor] = []
-        self.counters: TrainingStatus | None = None
+        self.status: TrainingStatus | None = None
         """Set by the training thread at each boundary; None before it has joined."""
         self.moved: Moved | None = None
         """The static tensors that training has changed; set by the training thread once it holds the final model."""

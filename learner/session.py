@@ -149,8 +149,8 @@ class Session:
         self._owner = Owner(f"session of {self.name}")
         self._link, self._mailbox, self._replica = link, link.mailbox, replica
         self._tape = LearnerJournal.of(link.config.tape, link.me, joined)
-        self._books = Counters(link.me.pair, joined.plan.P)
-        self._exchange = self.exchange_kind(link.mailbox, joined, replica, self._books)
+        self._counters = Counters(link.me.pair, joined.plan.P)
+        self._exchange = self.exchange_kind(link.mailbox, joined, replica, self._counters)
         self._losses = LossWatch()
         self._without_moments = joined.t > 0 and not any(moments_of(o) for o in as_list(optimizer))
         self._resetting = False
@@ -171,7 +171,7 @@ class Session:
         waits = self._mailbox.boundary()  # what was merged since the welcome
         if not self._conclude(waits):
             self._adopt(waits)
-            self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset)
+            self._tape.boundary(self._counters.now, waits.arrivals, reset=waits.reset)
         self._stick.adopted()
         self._checks.left()
         self._pace = StepTimer(time.monotonic())
@@ -203,10 +203,10 @@ class Session:
             self._exchange.conclude(self._exchange.public)
             return False
         now = time.monotonic()
-        booked = self._checks.called(_tokens(tokens, self._books.now.tokens + self._checks.pending_tokens), now)
+        booked = self._checks.called(_tokens(tokens, self._counters.now.tokens + self._checks.pending_tokens), now)
         self._pace.enter(now, stepped=booked is not None)
         if booked is not None:
-            self._books.count(booked)
+            self._counters.count(booked)
         waits = self._mailbox.boundary()
         if waits.failure is not None:
             self._fail(waits.failure)
@@ -220,7 +220,7 @@ class Session:
             self._report()
             answered = self._answer(waits.calls)
             if booked is not None or waits.arrivals or answered:
-                self._tape.boundary(self._books.now, waits.arrivals, reset=waits.reset, answered=answered)
+                self._tape.boundary(self._counters.now, waits.arrivals, reset=waits.reset, answered=answered)
         self._checks.left()
         self._pace.leave(time.monotonic())
         return not self.finished
@@ -237,15 +237,15 @@ class Session:
         """From 0 to 1: what to multiply the learning rate by. Below 1 only in the first 20 steps of a learner that
         joined in mid-run without optimizer moments.
         """
-        return min(1.0, (self._books.now.steps + 1) / RAMP_STEPS) if self._without_moments else 1.0
+        return min(1.0, (self._counters.now.steps + 1) / RAMP_STEPS) if self._without_moments else 1.0
 
     @property
     def local_steps(self) -> int:
-        return self._books.now.steps
+        return self._counters.now.steps
 
     @property
     def tokens(self) -> int:
-        return self._books.now.tokens
+        return self._counters.now.tokens
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -297,7 +297,7 @@ class Session:
         if reason == "left" and not self.finished:
             waits = self._mailbox.boundary()
             if waits.failure is None and waits.final is None:
-                self._tape.boundary(self._books.now, (), answered=self._answer(waits.calls))
+                self._tape.boundary(self._counters.now, (), answered=self._answer(waits.calls))
         self._link.leave("finished" if self.finished else reason)
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
         began = self._mailbox.progress_at
@@ -352,7 +352,7 @@ class Session:
     # --- what may go wrong -------------------------------------------------------------------------------------------
     def _not_finite(self) -> None:
         """Have everything fetched anew, once; raise Diverged if that did not help for long."""
-        now = self._books.now.steps
+        now = self._counters.now.steps
         if self._reset_at is not None and now - self._reset_at <= FORGIVEN_AFTER_STEPS:
             raise Diverged(
                 f"{self.name} has diverged: loss or parameters are not finite at its step {now}, "
@@ -393,8 +393,8 @@ class Session:
 
     def _report(self) -> None:
         pace = self._pace
-        self._mailbox.counters = TrainingStatus(
-            books=self._books.now,
+        self._mailbox.status = TrainingStatus(
+            counts=self._counters.now,
             step_seconds=pace.step_seconds,
             last_step_at=pace.last_step_at,
             inner_seconds=pace.inner_seconds,

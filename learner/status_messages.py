@@ -30,19 +30,19 @@ class ByteCounts:
 def alive(
     me: Identity,
     epoch: int,
-    counters: TrainingStatus | None,
+    status: TrainingStatus | None,
     held: Sequence[PublicFragment | None],
     *,
     traffic: ByteCounts,
     now: float,
 ) -> Alive:
-    """The learner's own figures. counters: None while it has not joined yet; held: public fragments under `epoch`."""
-    own = counters or TrainingStatus(versions=(0,) * len(held), versions_epoch=epoch, last_step_at=now, started_at=now)
+    """The learner's own figures. status: None while it has not joined yet; held: public fragments under `epoch`."""
+    own = status or TrainingStatus(versions=(0,) * len(held), versions_epoch=epoch, last_step_at=now, started_at=now)
     whole = [public for public in held if public is not None]
     whole = whole if len(whole) == len(held) else []
     return Alive(
         run=me.run, name=me.name, incarnation=me.incarnation, epoch=_count(own.versions_epoch),
-        local_steps=_count(own.books.steps), tokens=_count(own.books.tokens), step_seconds=_seconds(own.step_seconds),
+        local_steps=_count(own.counts.steps), tokens=_count(own.counts.tokens), step_seconds=_seconds(own.step_seconds),
         last_step_age_seconds=_seconds(now - own.last_step_at), inner_seconds=_seconds(own.inner_seconds),
         session_seconds=_seconds(own.session_seconds), since_first_step_seconds=_seconds(now - own.started_at),
         loss=_loss(own.loss), versions=own.versions, digests=tuple(public.digest[:16] for public in whole),
@@ -52,14 +52,14 @@ def alive(
 
 
 def goodbye(
-    me: Identity, reason: str, counters: TrainingStatus | None, model_hash: str, buffers: int | None = 0
+    me: Identity, reason: str, status: TrainingStatus | None, model_hash: str, buffers: int | None = 0
 ) -> Goodbye:
     """The last counters. A reason that the protocol does not have is sent as `stopped`."""
-    books = counters.books if counters is not None else Counts()
+    counts = status.counts if status is not None else Counts()
     return Goodbye(
         run=me.run, name=me.name, incarnation=me.incarnation, model_hash=model_hash,
         reason=reason if reason in GOODBYE_REASONS else "stopped",
-        local_steps=_count(books.steps), tokens=_count(books.tokens), buffers=buffers,
+        local_steps=_count(counts.steps), tokens=_count(counts.tokens), buffers=buffers,
     )  # fmt: skip
 
 

@@ -286,7 +286,7 @@ class VirtualCluster:
     def _report(self, present: _Present) -> None:
         pace, worker = present.pace, present.worker
         counters = TrainingStatus(
-            books=worker.done, step_seconds=pace.step_seconds, last_step_at=pace.last_step_at,
+            counts=worker.done, step_seconds=pace.step_seconds, last_step_at=pace.last_step_at,
             inner_seconds=pace.inner_seconds, session_seconds=pace.session_seconds, started_at=pace.started_at,
             loss=present.loss, versions=worker.versions, versions_epoch=EPOCH,
         )  # fmt: skip

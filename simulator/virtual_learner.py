@@ -70,7 +70,7 @@ class RetainingExchange(ModelExchange):
         fragment = arrival.fragment
         self._captures.pop(fragment, None)
         self.replica.rebase(self.plan.fragments[fragment], arrival.public.vector, self.public[fragment].vector)
-        return self.books.accounts[fragment].since
+        return self.counters.accounts[fragment].since
 
 
 class RetainingSession(Session):

@@ -379,12 +379,12 @@ def test_who_had_no_part_in_a_merge_keeps_its_progress_where_that_is_tried() -> 
     old = substance.whole()[0].vector
     new = PublicFragment(1, old + 1.0, "")
     keeps.deliver(0, new)
-    trained = keeps.session._exchange.books.accounts[0].since
+    trained = keeps.session._exchange.counters.accounts[0].since
     keeps.session._exchange.adopt(keeps.mailbox.boundary().arrivals, reset=False)
     after = keeps.session._exchange.replica.vector(keeps.plan.fragments[0])
     inside = torch.cat([torch.arange(slot.offset, slot.stop) for slot in keeps.plan.fragments[0].slots])
     assert torch.allclose(after[inside], (before + 1.0)[inside])
-    assert keeps.session._exchange.books.accounts[0].since == trained, "what it did counts for the next merge"
+    assert keeps.session._exchange.counters.accounts[0].since == trained, "what it did counts for the next merge"
     keeps.close()
 
 

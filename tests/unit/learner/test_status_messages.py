@@ -35,7 +35,7 @@ LOSSES: list[Any] = [
 
 
 def figures(**more: Any) -> TrainingStatus:
-    rows: dict[str, Any] = {"books": Counts(3, 30), "versions": (4,)}
+    rows: dict[str, Any] = {"counts": Counts(3, 30), "versions": (4,)}
     return TrainingStatus(**(rows | more))
 
 
@@ -58,7 +58,7 @@ def test_an_alive_and_a_goodbye_of_any_figures_decode(
     counts: list[int], seconds: list[float], loss: float | None
 ) -> None:
     counters = figures(
-        books=Counts(counts[0], counts[1]), step_seconds=seconds[0], last_step_at=seconds[1], inner_seconds=seconds[2],
+        counts=Counts(counts[0], counts[1]), step_seconds=seconds[0], last_step_at=seconds[1], inner_seconds=seconds[2],
         session_seconds=seconds[3], started_at=seconds[4], loss=loss,
     )  # fmt: skip
     told(counters, ByteCounts(bytes_up=counts[2], bytes_down=counts[3], gaps=counts[4]), now=seconds[5])
