@@ -379,7 +379,7 @@ class LearnerCore:
             yield alive(self.me, self.epoch, status, follower.held, traffic=traffic, now=now)
 
     def _take_from_desk(self) -> None:
-        if self.mailbox.take_reset_wish() and self.phase is Phase.FOLLOWING:
+        if self.mailbox.take_reset_request() and self.phase is Phase.FOLLOWING:
             self._reset()
         for capture in self.mailbox.take_captures():
             try:

@@ -177,7 +177,7 @@ class Mailbox:
         if capture.reusable:
             self._spare.append(capture.theta)
 
-    def take_reset_wish(self) -> bool:
+    def take_reset_request(self) -> bool:
         with self._changed:
             wish, self._wants_reset = self._wants_reset, False
             return wish
@@ -223,7 +223,7 @@ class Mailbox:
         with self._changed:
             self._captures.append(capture)
 
-    def wish_reset(self) -> None:
+    def request_reset(self) -> None:
         """Have every fragment fetched anew."""
         with self._changed:
             self._wants_reset = True

@@ -360,7 +360,7 @@ class Session:
             )
         log.warning("not_finite", learner=self.name, local_steps=now, loss=self._losses.value)
         self._resetting = True
-        self._mailbox.wish_reset()
+        self._mailbox.request_reset()
         self._link.wake()
 
     def _check_stuck(self) -> None:

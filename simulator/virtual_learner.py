@@ -161,7 +161,7 @@ class VirtualLearner:
         self.mailbox.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
 
     def wants_reset(self) -> bool:
-        return self.mailbox.take_reset_wish()
+        return self.mailbox.take_reset_request()
 
     def arrival(self, fragment: int, epoch: int, public: PublicFragment, *, told: bool = True) -> Arrival:
         """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""
