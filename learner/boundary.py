@@ -88,4 +88,4 @@ class ModelExchange:
         capture = Capture(call, public.version, public.vector, theta, since, until, ready, reusable=not rebase)
         if rebase:
             self._captures[call.fragment] = capture
-        self._mailbox.hand_over(capture)
+        self._mailbox.put_capture(capture)

@@ -386,9 +386,9 @@ class LearnerCore:
                 self._answer(capture)
             except Malformed as wrong:
                 self.malformed(wrong)
-                self.mailbox.found_nonfinite()
+                self.mailbox.report_nonfinite()
             finally:
-                self.mailbox.give_back(capture)
+                self.mailbox.recycle(capture)
 
     def _answer(self, capture: Capture) -> None:
         """Encode what was captured, keep it, and queue its chunks."""

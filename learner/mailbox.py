@@ -158,7 +158,7 @@ class Mailbox:
             self._captures.clear()
             self._calls, self._reset = (), False
 
-    def found_nonfinite(self) -> None:
+    def report_nonfinite(self) -> None:
         self._nonfinite = True
 
     def finish(self, final: Sequence[PublicFragment]) -> None:
@@ -172,7 +172,7 @@ class Mailbox:
             self._captures.clear()
             return captures
 
-    def give_back(self, capture: Capture) -> None:
+    def recycle(self, capture: Capture) -> None:
         """The capture's buffer may be written again."""
         if capture.reusable:
             self._spare.append(capture.theta)
@@ -219,7 +219,7 @@ class Mailbox:
         with self._changed:
             return self._clock.progress(now)
 
-    def hand_over(self, capture: Capture) -> None:
+    def put_capture(self, capture: Capture) -> None:
         with self._changed:
             self._captures.append(capture)
 

@@ -150,8 +150,8 @@ class VirtualLearner:
             try:
                 answers.append(encode_answer(self.me, fragment, self.codec, capture))
             except Malformed:
-                self.mailbox.found_nonfinite()
-            self.mailbox.give_back(capture)
+                self.mailbox.report_nonfinite()
+            self.mailbox.recycle(capture)
         return answers
 
     def sent(self) -> list[Sent]:
