@@ -120,6 +120,9 @@ def explain(url: str, wrong: Exception) -> DilocoError:
         )
     if is_forbidden(wrong):
         return SettingError(f"the user of {place} may not do this: {said}")
+    if is_wrong_type(wrong):
+        key = found[0] if (found := re.search(r"\bdd:[^\s)]+", said)) else "a key of the run"
+        return DilocoError(f"in Redis at {place} {foreign_key(key)}")
     if isinstance(wrong, CLUSTER):
         return SettingError(
             f"Redis at {place} is a cluster, and all keys of a run must be at one server: give one that is none "
@@ -143,6 +146,16 @@ def explain(url: str, wrong: Exception) -> DilocoError:
         return PeerLost(f"no Redis answers at {place}: host name {urlsplit(url).hostname} cannot be resolved")
     tls = " with TLS" if url.startswith("rediss:") else ""
     return PeerLost(f"no Redis answers at {place}: {said.rstrip('.')}; is it running{tls}?")
+
+
+def is_wrong_type(wrong: object) -> bool:
+    """A key holds another type than the command is for; in a pipeline the server's word stands behind the command."""
+    return isinstance(wrong, redis.ResponseError) and "WRONGTYPE" in str(wrong)
+
+
+def foreign_key(key: str) -> str:
+    """What to do about a key of ours into which another program wrote."""
+    return f"{key} is of another type than a run writes; delete it (redis-cli DEL {key}), and the run writes it anew"
 
 
 def is_forbidden(wrong: Exception) -> bool:

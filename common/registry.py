@@ -6,27 +6,29 @@ what is new, and a thread (registry_writer) writes it. docs/redis.md says what e
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from .redis_client import FAILURES, check_connection, connect, explain, redact_url
+from .errors import SettingError
+from .redis_client import FAILURES, check_connection, connect, explain, foreign_key, is_wrong_type, redact_url
 from .redis_keys import RedisKeys
-from .registry_buffer import PendingWrites, Value
+from .registry_buffer import TEXT_CHARACTERS, PendingWrites, Value
 from .registry_writer import RegistryWriter
 
 __all__ = ["RedisKeys", "Registry", "check_connection", "list_runs", "read_status", "redact_url"]
 
-_WHOLE = re.compile(r"-?\d{1,19}")
-_REAL = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
-_COUNTER = re.compile(r"\d{1,14}")
+_WHOLE = re.compile(r"-?[0-9]{1,20}")
+_REAL = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,4})?")
+_COUNTER = re.compile(r"[0-9]{1,14}")
 """No run comes further. Whoever wrote more into the store would drive epochs and versions to where no message can."""
 _TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash",
-          "blocked", "rejected_reason", "sentence")  # fmt: skip
-"""Fields that stay text although one may look like a number."""
+          "blocked", "rejected_reason", "sentence", "quorum_state", "save_error")  # fmt: skip
+"""Fields that are text, although one may look like a number. All others of a hash are numbers."""
 _FRAGMENTS_AT_ONCE = 256
 
 
@@ -79,11 +81,11 @@ class Registry:
 
     def stored_epoch(self) -> int:
         """The epoch that the store knows; 0 if it knows none or does not answer within a second."""
-        return _count(self._read(lambda client: client.get(self._keys.epoch)))
+        return _count(self._read(lambda view: view.read([("get", self._keys.epoch)])[0]))
 
     def stored_versions(self) -> dict[int, int]:
         """Fragment -> version, as far as the store knows them; empty if it does not answer within a second."""
-        rows = self._read(lambda client: _read_fragments(client, self._keys)) or {}
+        rows = self._read(lambda view: view.fragments(self._keys)) or {}
         return {p: _count(row["version"]) for p, row in rows.items() if _COUNTER.fullmatch(row.get("version", ""))}
 
     def close(self) -> None:
@@ -91,47 +93,54 @@ class Registry:
         if self._writer is not None:
             self._writer.close()
 
-    def _read(self, ask: Callable[[Any], Any]) -> Any:
+    def _read(self, ask: Callable[[_View], Any]) -> Any:
         if self._url is None:
             return None
         client = connect(self._url)
+        view = _View(client)
         try:
-            return ask(client)
+            return ask(view)
         except FAILURES as wrong:
             self._log.warning("registry_unreadable", reason=str(explain(self._url, wrong)))
             return None
         finally:
             client.close()
+            for note in view.notes:
+                self._log.warning("registry_unreadable", reason=note)
 
 
 def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
     """What the store shows of `run`: {"run": {field: value}, "epoch": int, "learners": {name: {"last_seen": float,
-    field: value}}, "fragments": {p: {field: value}}, "events": [{"at", "kind", field: value}], oldest first}.
+    field: value}}, "fragments": {p: {field: value}}, "events": [{"at", "kind", field: value}], oldest first,
+    "notes": [sentence]}.
 
-    Numbers are numbers again, what is unknown is None. All is empty for a run that the store does not know. PeerLost or
-    SettingError where the store does not answer.
+    Numbers are numbers again, what is unknown is None. All is empty for a run that the store does not know. What is not
+    as a run writes it is left out, and a note says so. PeerLost or SettingError where the store does not answer.
     """
     keys, client = RedisKeys(run), connect(url)
+    view = _View(client)
     try:
-        pipe = client.pipeline(transaction=False)
-        pipe.hgetall(keys.run).get(keys.epoch)
-        pipe.zrange(keys.learners, 0, -1, withscores=True).xrevrange(keys.events, count=events)
-        run_row, epoch, members, stream = pipe.execute()
-        pipe = client.pipeline(transaction=False)
-        for name, _ in members:
-            pipe.hgetall(keys.learner(name))
-        learners = zip(members, pipe.execute(), strict=True)
-        fragments = _read_fragments(client, keys)
+        run_row, epoch, members, stream = view.read(
+            [("hgetall", keys.run), ("get", keys.epoch), ("zrange", keys.learners, 0, -1, False, True),
+             ("xrevrange", keys.events, "+", "-", events)]
+        )  # fmt: skip
+        seen = {name: score for name, score in members or () if view.is_name(keys, name)}
+        learners = view.read([("hgetall", keys.learner(name)) for name in seen])
+        fragments = view.fragments(keys)
     except FAILURES as wrong:
         raise explain(url, wrong) from None
     finally:
         client.close()
     return {
-        "run": _values(run_row),
+        "run": view.values(keys.run, run_row),
         "epoch": _count(epoch),
-        "learners": {name: {"last_seen": seen} | _values(row) for (name, seen), row in learners},
-        "fragments": {fragment: _values(row) for fragment, row in fragments.items()},
-        "events": [_values(row) for _, row in reversed(stream)],
+        "learners": {
+            name: view.values(keys.learner(name), row) | {"last_seen": seen[name]}
+            for name, row in zip(seen, learners, strict=True)
+        },
+        "fragments": {fragment: view.values(keys.fragment(fragment), row) for fragment, row in fragments.items()},
+        "events": [_values(row) for _, row in reversed(stream or ())],
+        "notes": view.notes,
     }
 
 
@@ -148,31 +157,82 @@ def list_runs(url: str) -> list[str]:
         client.close()
 
 
-def _read_fragments(client: Any, keys: RedisKeys) -> dict[int, dict[str, str]]:
-    """All fragments' rows. The store does not say how many there are: ask until so many in a row are missing."""
-    found: dict[int, dict[str, str]] = {}
-    for start in count(0, _FRAGMENTS_AT_ONCE):
-        pipe = client.pipeline(transaction=False)
-        for fragment in range(start, start + _FRAGMENTS_AT_ONCE):
-            pipe.hgetall(keys.fragment(fragment))
-        rows = {start + i: row for i, row in enumerate(pipe.execute()) if row}
-        if not rows:
-            break
-        found |= rows
-    return found
+class _View:
+    """What a store holds, read with the caution due to one that other programs write to as well."""
+
+    def __init__(self, client: Any) -> None:
+        self.notes: list[str] = []
+        """What was left out, why, and what to do."""
+        self._client = client
+
+    def read(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The replies to commands of the client, each with a key as its first argument; None where that is of another
+        type.
+        """
+        pipe = self._client.pipeline(transaction=False)
+        for name, *arguments in commands:
+            getattr(pipe, name)(*arguments)
+        return [
+            self._own_type(str(command[1]), reply)
+            for command, reply in zip(commands, pipe.execute(raise_on_error=False), strict=True)
+        ]
+
+    def fragments(self, keys: RedisKeys) -> dict[int, dict[str, str]]:
+        """All fragments' rows. The store does not say how many there are: ask until so many in a row are missing."""
+        found: dict[int, dict[str, str]] = {}
+        for start in count(0, _FRAGMENTS_AT_ONCE):
+            rows = self.read([("hgetall", keys.fragment(start + i)) for i in range(_FRAGMENTS_AT_ONCE)])
+            found |= {start + i: row for i, row in enumerate(rows) if row}
+            if not any(rows):
+                break
+        return found
+
+    def values(self, key: str, row: Mapping[str, str] | None) -> dict[str, Any]:
+        """A hash's values; None for what is no number and should be one."""
+        values = _values(row)
+        odd = sorted(name for name, value in values.items() if isinstance(value, str) and name not in _TEXTS)
+        if odd:
+            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+            named = ", ".join(name[:40] for name in odd[:3]) + more
+            self.notes.append(
+                f"in {key} {named} should be a number and is left out; where the run does not write it anew, delete it"
+            )
+        return values | dict.fromkeys(odd)
+
+    def is_name(self, keys: RedisKeys, name: str) -> bool:
+        try:
+            keys.learner(name)
+        except SettingError:
+            self.notes.append(
+                f"in {keys.learners} {name[:40]!r} is no learner's name and is left out; take it out (ZREM)"
+            )
+            return False
+        return True
+
+    def _own_type(self, key: str, reply: Any) -> Any:
+        if is_wrong_type(reply):
+            self.notes.append(foreign_key(key))
+            return None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
-def _values(row: dict[str, str]) -> dict[str, Any]:
-    return {name: text if name in _TEXTS else _value(text) for name, text in row.items()}
+def _values(row: Mapping[str, str] | None) -> dict[str, Any]:
+    return {name: _value(name, text) for name, text in (row or {}).items()}
 
 
-def _value(text: str) -> int | float | str | None:
+def _value(name: str, text: str) -> int | float | str | None:
     """What stood there before it was made text; None for what was unknown or not finite."""
+    if name in _TEXTS:
+        return text[:TEXT_CHARACTERS]
     if not text:
         return None
     if _WHOLE.fullmatch(text):
         return int(text)
-    return float(text) if _REAL.fullmatch(text) else text
+    if _REAL.fullmatch(text):
+        return number if math.isfinite(number := float(text)) else None
+    return text[:TEXT_CHARACTERS]
 
 
 def _count(text: str | None) -> int:

@@ -17,7 +17,7 @@ from structlog.typing import FilteringBoundLogger
 
 from .config import BEAT_SECONDS
 from .errors import SettingError
-from .redis_client import FAILURES, connect, explain, redact_url
+from .redis_client import FAILURES, connect, explain, is_wrong_type, redact_url
 from .registry_buffer import WAITING_EVENTS, Batch, PendingWrites, Row
 
 if TYPE_CHECKING:
@@ -135,11 +135,19 @@ class _Session:
         self._client.ping()
         unsure = self._unsure
         if unsure:
-            newest = self._client.xrevrange(self._keys.events, count=1)
+            newest = self._newest_event()
             if newest and newest[0][1].get("at") == unsure[-1]["at"]:
                 unsure = ()
         self._unsure = ()
         return unsure
+
+    def _newest_event(self) -> Any:
+        try:
+            return self._client.xrevrange(self._keys.events, count=1)
+        except FAILURES as wrong:
+            if not is_wrong_type(wrong):
+                raise
+            return []  # the key is another program's; the other keys are written all the same
 
     def disconnect(self) -> None:
         if self._client is not None:

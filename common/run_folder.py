@@ -25,6 +25,11 @@ from .config import RunSettings, TaskSettings
 from .errors import Malformed, SettingError
 from .printable import printable
 
+NUMBERS = ("t", "steps", "cycles", "merges", "seconds", "uptime", "merge_participation", "useful_share", "saved_at",
+           "blocked_seconds", "tokens_reported", "tokens_merged", "tokens_pending", "tokens_lost", "bytes_up",
+           "bytes_down", "bytes_f32_allreduce", "local_steps", "inner_seconds", "session_seconds",
+           "since_first_step_seconds", "step_seconds", "loss")  # fmt: skip
+"""In summary.json, of the run or of one learner."""
 RUNS = Path("runs")
 """Where runs are made and looked for, under the working directory."""
 
@@ -128,22 +133,37 @@ class RunFolder:
 
     # --- what happened -----------------------------------------------------------------------------------------------
     def run_map(self) -> dict[str, Any]:
-        """run.json; {} where no `diloco up` has been."""
-        return self._read("run.json", missing={})
+        """run.json; {} where no `diloco up` has been. SettingError if it is not what `diloco up` writes."""
+        rows = self._read("run.json", missing={})
+        kinds = {"faults": int, "learners_asked": list, "processes": dict, "redis": str, "pid": int}
+        odd = [name for name, kind in kinds.items() if not isinstance(rows.get(name, kind()), kind)]
+        if not odd and not all(isinstance(name, str) for name in rows.get("learners_asked", ())):
+            odd = ["learners_asked"]
+        self._check("run.json", odd)
+        return rows
 
     def write_run_map(self, rows: Mapping[str, Any]) -> None:
         write_json(self.path / "run.json", rows)
 
     def summary(self) -> dict[str, Any]:
-        """The syncer's figures of a run that finished or stopped; {} otherwise."""
-        return self._read("summary.json", missing={})
+        """The syncer's figures of a run that finished or stopped; {} otherwise. SettingError if they are none."""
+        rows = self._read("summary.json", missing={})
+        learners = rows.get("learners", [])
+        if not isinstance(learners, list):
+            learners = [None]
+        if not all(isinstance(row, dict) and isinstance(row.get("name"), str) for row in learners):
+            self._check("summary.json", ["learners"])
+        odd = [n for row in (rows, *learners) for n in NUMBERS if not isinstance(row.get(n), int | float | None)]
+        odd += [name for name, kind in (("t", int), ("state", str)) if not isinstance(rows.get(name, kind()), kind)]
+        self._check("summary.json", odd)
+        return rows
 
     def saved_step(self) -> int | None:
         """The global step of the newest checkpoint, for runs that left no summary; None if there is none."""
         for path in sorted((self.path / "global").glob(f"{CHECKPOINT}*/state.json"), reverse=True):
             try:
                 return int(json.loads(path.read_text("utf-8"))["bookkeeping"]["rounds"]["t"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue  # being written, or damaged: the syncer would take an older one, too
         return None
 
@@ -152,17 +172,20 @@ class RunFolder:
         return saved_at(self.path / "global")
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """All evaluations so far, oldest first; a line that is being written just now is left out."""
+        """All evaluations so far, oldest first; a line that is none, or that is just being written, is left out."""
         try:
-            lines = (self.path / "evaluations.jsonl").read_text("utf-8").splitlines()
+            lines = (self.path / "evaluations.jsonl").read_text("utf-8", "replace").splitlines()
         except FileNotFoundError:
             return []
         rows = []
         for line in lines:
             try:
-                rows.append(json.loads(line))
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
                 continue  # the last line, half written; the next reading has it
+            numbers = ("t", "val_loss")
+            if isinstance(row, dict) and all(isinstance(row.get(name), int | float) for name in numbers):
+                rows.append(row)
         return rows
 
     def _read(self, name: str, missing: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -172,11 +195,18 @@ class RunFolder:
             if missing is None:
                 raise SettingError(f"{self.name} has no {name}") from None
             return missing
-        except (OSError, ValueError) as wrong:
+        except (OSError, ValueError, RecursionError) as wrong:
             raise SettingError(f"cannot read {self.name}/{name}: {wrong}") from wrong
         if not isinstance(rows, dict):
             raise SettingError(f"{self.name}/{name} is not a map")
         return rows
+
+    def _check(self, name: str, odd: list[str]) -> None:
+        if odd:
+            raise SettingError(
+                f"{self.name}/{name} is not what this version writes ({', '.join(sorted(set(odd)))}); "
+                "put it back from a copy, or move it away"
+            )
 
     # --- who is here -------------------------------------------------------------------------------------------------
     def lock(self) -> IO[bytes] | None:

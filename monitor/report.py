@@ -47,11 +47,17 @@ class Evaluation:
     cpu_seconds: float = 0.0
     """CPU time of this evaluation."""
 
+    @property
+    def is_sound(self) -> bool:
+        """Each value is of its kind, which in a file that was changed by hand it may not be."""
+        numbers, texts = (self.seconds, self.t, self.val_loss, self.cpu_seconds), (self.part, self.size)
+        return all(isinstance(n, int | float) for n in numbers) and all(isinstance(text, str) for text in texts)
+
 
 def read_evaluations(folder: Path) -> list[Evaluation]:
     """All evaluations of the run in `folder`, oldest first; empty if there is no file yet."""
     path = folder / EVALUATIONS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text("utf-8", "replace").splitlines() if path.exists() else []
     return list(_parsed(lines))
 
 
@@ -60,8 +66,11 @@ def _parsed(lines: Sequence[str]) -> Iterator[Evaluation]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            yield Evaluation(**{name: value for name, value in row.items() if name in names})
-        except (ValueError, TypeError, AttributeError):
+            evaluation = Evaluation(**{name: value for name, value in row.items() if name in names})
+            if not evaluation.is_sound:
+                raise TypeError
+            yield evaluation
+        except (ValueError, TypeError, AttributeError, RecursionError):
             # a process killed while writing leaves half a line; the others are still valid
             log.warning("evaluation_unreadable", file=EVALUATIONS, line=number)
 
@@ -75,8 +84,18 @@ def first_and_last_loss(evaluations: Sequence[Evaluation], part: str = REPORTED_
 def read_text_facts(folder: Path) -> dict[str, Any]:
     """Facts on the run's text: source, tokens, sha256, holds_out, baselines {part: {uniform, unigram, bigram}}."""
     path = folder / TEXT
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return facts
+    if not path.exists():
+        return {}
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        texts = isinstance(facts["source"], str) and isinstance(facts["sha256"], str)
+        marks = [nats for part in facts.get("baselines", {}).values() for nats in part.values()]
+        if texts and all(isinstance(number, int | float) for number in (facts["tokens"], *marks)):
+            return facts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    log.warning("text_facts_unreadable", file=TEXT)
+    return {}
 
 
 def write_report(folder: Path) -> list[Path]:

@@ -18,6 +18,8 @@ from .run_figures import REPORTED_PART, run_figures
 
 TRAINING = ("running", "draining", "stopping", "finished")
 """States in which Redis has the run's step and tokens."""
+NOTES = 3
+"""Number of notes on left-out values that are shown."""
 RATE_SECONDS = 15.0
 """Window over which tokens per second and the time left are averaged."""
 
@@ -52,7 +54,7 @@ class RunStatus:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     trouble: str = ""
-    """Why nothing new could be read; the other values are older."""
+    """Why nothing new could be read, so that the other values are older; or what was left out of them."""
 
     @property
     def live(self) -> list[str]:
@@ -144,10 +146,10 @@ class RunSource:
         }
 
     def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> RunStatus:
-        row = stored["run"]
-        t, steps = int(row.get("step", 0)), int(row.get("steps_total", 0))
+        row, notes = stored["run"], stored["notes"]
+        t, steps = _count(row, "step"), _count(row, "steps_total")
         learners = [
-            {**learner, "name": name, "local_steps": learner.get("local_step", 0)}
+            {**learner, "name": name, "local_steps": _count(learner, "local_step")}
             for name, learner in stored["learners"].items()
         ]
         here = {
@@ -155,7 +157,8 @@ class RunSource:
         }
         rate, steps_per_second = None, None
         if row.get("state") in TRAINING:  # before that, even a resumed run is at step 0, and the jump distorts the rate
-            rate, steps_per_second = self._rates(t, int(row.get("tokens_reported", 0)), float(row.get("seconds", 0)))
+            seconds = float(row.get("seconds") or 0)
+            rate, steps_per_second = self._rates(t, _count(row, "tokens_reported"), seconds)
         return RunStatus(
             run=self.run,
             state=row.get("state", "starting"),
@@ -166,6 +169,7 @@ class RunSource:
             events=stored["events"],
             tokens_per_second=rate,
             seconds_left=(steps - t) / steps_per_second if steps_per_second else None,
+            trouble="; ".join([*notes[:NOTES], *([f"and {len(notes) - NOTES} more"] if len(notes) > NOTES else [])]),
             **{**local, "processes": _alive(here | dict(local.get("processes", {})))},
         )
 
@@ -190,8 +194,8 @@ class RunSource:
             summary["saved_at"] = self._folder.saved_at()
         return RunStatus(
             run=self.run,
-            state=summary["state"],
-            t=summary["t"],
+            state=summary.get("state", "stopped"),
+            t=summary.get("t", 0),
             steps=summary.get("steps", self._folder.setup().settings.steps),
             summary=summary,
             learners=[{**row, "state": "left"} for row in summary.get("learners", [])],
@@ -229,9 +233,14 @@ def _from_url(run: str, redis: str) -> tuple[str, str]:
     raise SettingError(f"that Redis has no run {run!r}; {known}" if run else f"name one run of that Redis; {known}")
 
 
-def _alive(pids: Mapping[str, int]) -> dict[str, int]:
+def _count(row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name)
+    return max(0, value) if isinstance(value, int) else 0
+
+
+def _alive(pids: Mapping[str, Any]) -> dict[str, int]:
     """The processes that exist on this machine now."""
-    return {name: pid for name, pid in pids.items() if _exists(pid)}
+    return {name: pid for name, pid in pids.items() if isinstance(pid, int) and 0 < pid < 2**31 and _exists(pid)}
 
 
 def _exists(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -181,10 +182,10 @@ def _learner(row: Mapping[str, Any]) -> list[Text | str]:
     return [
         str(row["name"]),
         styled(state, STATES.get(state, "")),
-        f"{row.get('local_steps', 0):,}",
+        _number(row.get("local_steps") or 0, ","),
         _number(1000 * step if step else None, ".0f"),
         _loss(row.get("loss")),
-        f"{row.get('tokens_merged', 0):,}",
+        _number(row.get("tokens_merged") or 0, ","),
         size(row.get("bytes_up")),
         size(row.get("bytes_down")),
     ]
@@ -220,7 +221,7 @@ def duration(seconds: float | None) -> str:
     >>> duration(75)
     '1:15'
     """
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -245,7 +245,7 @@ def test_the_pace_after_a_resume_is_not_a_leap_from_nothing(monkeypatch: pytest.
         whole = {"tokens_reported": 1000 * (500 + n), "seconds": 1000.0 + 2 * n}
         rows.append({"state": "running", "step": 500 + n, "steps_total": 1000, **whole})
     stored, clock = iter(rows), iter([0.0, 2.0, 4.0])
-    empty: dict[str, Any] = {"learners": {}, "fragments": {}, "events": []}
+    empty: dict[str, Any] = {"learners": {}, "fragments": {}, "events": [], "notes": []}
     monkeypatch.setattr("decoupled_diloco.monitor.status.read_status", lambda *_: {"run": next(stored), **empty})
     monkeypatch.setattr("decoupled_diloco.monitor.status.time.monotonic", lambda: next(clock))
     source = RunSource("it", "redis://here", None)
