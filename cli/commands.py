@@ -315,10 +315,10 @@ def sample(run: str, prompt: str, length: int, seed: int) -> int:
 
     Example: diloco sample my-run --prompt "import " --bytes 500
     """
-    from ..common.run_folder import find
+    from ..common.run_folder import find_run
     from ..compose.final_report import sample_text
 
-    echo(sample_text(find(run), prompt, length, seed))
+    echo(sample_text(find_run(run), prompt, length, seed))
     return 0
 
 
@@ -335,10 +335,10 @@ def export(run: str, to: Path | None) -> int:
 
     Example: diloco export my-run --to model.safetensors
     """
-    from ..common.run_folder import find, shown
+    from ..common.run_folder import display_path, find_run
     from ..compose.final_report import export_model
 
-    echo(shown(export_model(find(run), to)))
+    echo(display_path(export_model(find_run(run), to)))
     return 0
 
 
@@ -351,10 +351,10 @@ def report(run: str) -> int:
 
     Example: diloco report my-run
     """
-    from ..common.run_folder import find
+    from ..common.run_folder import find_run
     from ..compose.final_report import show_report
 
-    return show_report(find(run))
+    return show_report(find_run(run))
 
 
 group.add_command(keys)

@@ -9,7 +9,7 @@ from typing import Any
 from ..common.auth_keys import Key, held_key, run_of
 from ..common.config import RunSettings, SyncerConfig, TaskSettings, preset
 from ..common.errors import DilocoError, SettingError
-from ..common.registry_preflight import check_store
+from ..common.registry_preflight import check_redis
 from ..common.run_folder import RUNS, RunFolder, Setup
 from ..compose.preflight import check_data, check_fragments, refuse_changes
 from .options import from_options
@@ -63,7 +63,7 @@ def _check_redis(url: str, run: str) -> None:
     the registry reports that, and fills it as soon as it answers.
     """
     try:
-        check_store(url, run)
+        check_redis(url, run)
     except SettingError:
         raise
     except DilocoError:

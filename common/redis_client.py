@@ -1,11 +1,11 @@
-"""A connection to Redis or Valkey from one URL: parsed strictly, bounded in time, with errors a person can act on.
+"""Redis client: a connection to Redis or Valkey from a strictly parsed URL, with timeouts and actionable errors.
 
     redis://USER:PASSWORD@HOST:PORT/DATABASE      PASSWORD percent-encoded: / is %2F, @ is %40, # is %23, % is %25
-    rediss://HOST:PORT/0?ssl_ca_certs=/path/ca.pem          TLS; without ssl_ca_certs the system's authorities count
-    redis://USER@HOST:PORT/0?password_file=/run/secrets/redis     the password as it is, from a file
+    rediss://HOST:PORT/0?ssl_ca_certs=/path/ca.pem          TLS; without ssl_ca_certs the system's authorities are used
+    redis://USER@HOST:PORT/0?password_file=/run/secrets/redis     the password from a file, not encoded
     unix:///path/redis.sock?db=3
 
-No error and no log line shows a password: what quotes a URL quotes `redact_url` of it.
+No error and no log line shows a password: they quote `redact_url` of a URL.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from redis.retry import Retry
 from .errors import DilocoError, PeerLost, SettingError
 
 TIMEOUT_SECONDS = 1.0
-"""For connecting, and again for each answer."""
+"""For connecting, and for each answer."""
 SAVE_SECONDS = 30.0
-"""For a store that is told to end: it writes all that it holds before."""
+"""For a Redis that is shut down: it saves all its data first."""
 FAILURES = (redis.RedisError, OSError, ValueError)
-"""All that a call may raise because of the store: ValueError is what a host name of 300 characters gives."""
+"""All errors that a call may raise because of Redis (ValueError: for a host name of 300 characters)."""
 CLUSTER = (
     redis.exceptions.AskError, redis.exceptions.ClusterCrossSlotError, redis.exceptions.ClusterDownError,
     redis.exceptions.MovedError, redis.exceptions.TryAgainError,
 )  # fmt: skip
-"""What only a cluster answers."""
+"""Errors that only a cluster returns."""
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 _ALLOWED = ("db", "password_file", "ssl_cert_reqs", "ssl_check_hostname", *_FILES)
 
 
 def redact_url(url: str) -> str:
-    """`url` with *** for the password; of a malformed one rather too much is hidden than too little."""
+    """`url` with *** for the password; of a malformed URL, too much is hidden rather than too little."""
     scheme, mark, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
     if not mark:
         scheme, rest = "", url
@@ -52,12 +52,12 @@ def redact_url(url: str) -> str:
 
 
 def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS, *, keep_connection: bool = False) -> Any:
-    """A client (`redis.Redis`, texts decoded) that has not connected yet, tries once and waits TIMEOUT_SECONDS at most,
-    for an answer `answer_seconds`.
+    """A client (`redis.Redis`, decoding text) that is not connected yet. It connects without retries, within
+    TIMEOUT_SECONDS, and waits `answer_seconds` for each answer.
 
-    `keep_connection`: all commands go over one connection, the client's `connection`, which the first of them opens.
+    `keep_connection`: all commands use one connection, the client's `connection`, opened by the first of them.
 
-    SettingError if the URL is not one of the forms above, or a file that it names cannot be read.
+    SettingError if the URL has none of the forms above, or a file that it names cannot be read.
     """
     options = _options(url)
     password: dict[str, str] = {}
@@ -65,8 +65,8 @@ def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS, *, keep_connectio
         path = options.pop("password_file")
         try:
             password["password"] = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-        except (OSError, UnicodeError) as wrong:
-            raise SettingError(f"the password file {path} of {redact_url(url)} cannot be read: {wrong}") from wrong
+        except (OSError, UnicodeError) as error:
+            raise SettingError(f"the password file {path} of {redact_url(url)} cannot be read: {error}") from error
     for name in _FILES:
         if name in options and not Path(options[name]).exists():
             raise SettingError(f"{name} of {redact_url(url)} names {options[name]}, which does not exist")
@@ -84,94 +84,95 @@ def connect(url: str, answer_seconds: float = TIMEOUT_SECONDS, *, keep_connectio
 
 
 def check_connection(url: str) -> None:
-    """Once, before anything starts. SettingError if the URL, the password, the database or the certificate is wrong;
-    PeerLost if nobody answers (which a syncer survives, since the registry comes back by itself).
+    """Check the connection once, before anything starts. SettingError if the URL, password, database or certificate is
+    wrong; PeerLost if no Redis answers (a running syncer survives that, since the registry reconnects by itself).
     """
     client = connect(url)
     try:
         client.ping()
-    except FAILURES as wrong:
-        raise explain(url, wrong) from None
+    except FAILURES as error:
+        raise explain(url, error) from None
     finally:
         client.close()
 
 
-def save_and_end(url: str) -> None:
-    """Tell the store to write all that it holds to its disk, and to end. After it, it does so no more: a store that
-    cannot save stays. SettingError, PeerLost or DilocoError say why it did not end.
+def save_and_shut_down(url: str) -> None:
+    """Make Redis save all its data to disk and shut down; if it cannot save, it keeps running. SettingError, PeerLost
+    or DilocoError say why it did not shut down.
     """
     client = connect(url, SAVE_SECONDS)
     try:
-        client.ping()  # where nobody answers, SHUTDOWN would take the closed connection for its success
+        client.ping()  # without a server, SHUTDOWN would take the closed connection for success
         client.shutdown(save=True)
-    except FAILURES as wrong:
-        raise explain(url, wrong) from None
+    except FAILURES as error:
+        raise explain(url, error) from None
     finally:
         client.close()
 
 
-def explain(url: str, wrong: Exception) -> DilocoError:
-    """The error of ours that says what `wrong` means at `url`, without its password."""
-    place, said = redact_url(url), str(wrong)
-    if isinstance(wrong, redis.AuthenticationError) or re.search(r"\bAUTH\b|NOAUTH|WRONGPASS", said):
+def explain(url: str, error: Exception) -> DilocoError:
+    """Our error for `error` at `url`, without the password."""
+    place, message = redact_url(url), str(error)
+    if isinstance(error, redis.AuthenticationError) or re.search(r"\bAUTH\b|NOAUTH|WRONGPASS", message):
         return SettingError(
-            f"authentication failed at {place}: {said} Check user and password; "
-            "in the URL the password must be percent-encoded, in ?password_file=PATH it stands as it is"
+            f"authentication failed at {place}: {message} Check user and password; "
+            "the password must be percent-encoded in the URL, but not in the file of ?password_file=PATH"
         )
-    if is_forbidden(wrong):
-        return SettingError(f"the user of {place} may not do this: {said}")
-    if is_wrong_type(wrong):
-        key = found[0] if (found := re.search(r"\bdd:[^\s)]+", said)) else "a key of the run"
+    if is_forbidden(error):
+        return SettingError(f"the user of {place} may not do this: {message}")
+    if is_wrong_type(error):
+        key = found[0] if (found := re.search(r"\bdd:[^\s)]+", message)) else "a key of the run"
         return DilocoError(f"in Redis at {place} {foreign_key(key)}")
-    if isinstance(wrong, CLUSTER):
+    if isinstance(error, CLUSTER):
         return SettingError(
-            f"Redis at {place} is a cluster, and all keys of a run must be at one server: give one that is none "
-            "by --redis (cluster-enabled no), or leave --redis out"
+            f"Redis at {place} is a cluster, and all keys of a run must be at one server: give --redis a server "
+            "that is not a cluster (cluster-enabled no), or omit --redis"
         )
-    if isinstance(wrong, redis.exceptions.ReadOnlyError):
-        return SettingError(f"Redis at {place} is a replica, which takes no writes; give its primary's address")
-    if "DB index" in said:
-        return SettingError(f"the database number of {place} is not one of this server: {said}")
-    if "CERTIFICATE_VERIFY_FAILED" in said:
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return SettingError(f"Redis at {place} is a replica, which takes no writes; give the address of its primary")
+    if "DB index" in message:
+        return SettingError(f"this server does not have the database number of {place}: {message}")
+    if "CERTIFICATE_VERIFY_FAILED" in message:
         return SettingError(
-            f"the TLS certificate of {place} is not trusted: {said}; name its authority with ?ssl_ca_certs=/path/ca.pem"
+            f"the TLS certificate of {place} is not trusted: {message}; "
+            "give its authority with ?ssl_ca_certs=/path/ca.pem"
         )
-    if any(isinstance(cause, ssl.SSLError) for cause in _causes(wrong)):
+    if any(isinstance(cause, ssl.SSLError) for cause in _causes(error)):
         return SettingError(
-            f"no TLS connection to {place}: {said}; a server without TLS is named redis://, not rediss://"
+            f"no TLS connection to {place}: {message}; for a server without TLS use redis://, not rediss://"
         )
-    if isinstance(wrong, redis.ResponseError):
-        return DilocoError(f"Redis at {place} refuses: {said[:300]}")
-    if any(isinstance(cause, socket.gaierror) for cause in _causes(wrong)):
+    if isinstance(error, redis.ResponseError):
+        return DilocoError(f"Redis at {place} refuses: {message[:300]}")
+    if any(isinstance(cause, socket.gaierror) for cause in _causes(error)):
         return PeerLost(f"no Redis answers at {place}: host name {urlsplit(url).hostname} cannot be resolved")
     tls = " with TLS" if url.startswith("rediss:") else ""
-    return PeerLost(f"no Redis answers at {place}: {said.rstrip('.')}; is it running{tls}?")
+    return PeerLost(f"no Redis answers at {place}: {message.rstrip('.')}; is it running{tls}?")
 
 
-def is_wrong_type(wrong: object) -> bool:
-    """A key holds another type than the command is for; in a pipeline the server's word stands behind the command."""
-    return isinstance(wrong, redis.ResponseError) and "WRONGTYPE" in str(wrong)
+def is_wrong_type(reply: object) -> bool:
+    """Whether a key has another type than the command needs; in a pipeline the error quotes the command first."""
+    return isinstance(reply, redis.ResponseError) and "WRONGTYPE" in str(reply)
 
 
 def foreign_key(key: str) -> str:
-    """What to do about a key of ours into which another program wrote."""
-    return f"{key} is of another type than a run writes; delete it (redis-cli DEL {key}), and the run writes it anew"
+    """Advice about a key of the run that another program has overwritten."""
+    return f"{key} is of another type than a run writes; delete it (redis-cli DEL {key}), and the run writes it again"
 
 
-def is_forbidden(wrong: Exception) -> bool:
-    """The user lacks a right; for EXEC the server says so in other words than for all other commands."""
-    return isinstance(wrong, redis.exceptions.NoPermissionError) or "NOPERM" in str(wrong)
+def is_forbidden(error: Exception) -> bool:
+    """The user lacks a permission; the server's error for EXEC differs from that for all other commands."""
+    return isinstance(error, redis.exceptions.NoPermissionError) or "NOPERM" in str(error)
 
 
-def _causes(wrong: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came of."""
-    while wrong is not None:
-        yield wrong
-        wrong = wrong.__cause__ or wrong.__context__
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and its chain of causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _options(url: str) -> dict[str, str]:
-    """The query of `url`, once everything in it is known to mean what its author thinks (redis-py lets much pass)."""
+    """The query of `url` after strict validation of the whole URL (redis-py ignores many mistakes)."""
     place = redact_url(url)
     encode = "characters such as / @ # ? % in a password must be percent-encoded"
     try:
@@ -179,7 +180,7 @@ def _options(url: str) -> dict[str, str]:
         options = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
         port_is_fine = parts.port != 0
     except ValueError:
-        # The cause is left out: it quotes the part of the URL that it could not read, which may be the password.
+        # The cause is suppressed: it quotes the part of the URL that it could not parse, which may be the password.
         raise SettingError(
             f"--redis {place} is not a URL: redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE]; {encode}"
         ) from None

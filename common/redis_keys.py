@@ -1,4 +1,4 @@
-"""The Redis key space of a run: the only place that spells the names of keys. docs/redis.md lists their fields."""
+"""Redis key space of a run: the only place that defines key names. docs/redis.md lists their fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .config import check_name
 
 @dataclass(frozen=True)
 class RedisKeys:
-    """Names of all keys of one run. Run and learner names are checked, so that no name reaches another's key."""
+    """Names of all keys of one run. Run and learner names are checked, so that no name can address another key."""
 
     name: str
 
@@ -28,7 +28,7 @@ class RedisKeys:
 
     @property
     def fragments(self) -> str:
-        """ZSET: fragment -> when it was merged last, in unix seconds by the syncer's clock; 0 = not since its start."""
+        """ZSET: fragment -> last merge, in unix seconds by the syncer's clock; 0 = not since the syncer's start."""
         return f"dd:{self.name}:fragments"
 
     @property

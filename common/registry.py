@@ -1,7 +1,7 @@
-"""What a run shows of itself in Redis: every key has its name here, and nowhere else.
+"""Registry: a run's status in Redis, written by the syncer and read by status and watch.
 
-The registry is a view. The syncer's files and its memory are the authority, so nothing waits for Redis: callers leave
-what is new, and a thread (registry_writer) writes it. docs/redis.md says what each field means.
+The registry is a view. The syncer's files and memory are the authority, so nothing waits for Redis: callers queue new
+values, and a thread (registry_writer) writes them. docs/redis.md explains each field.
 """
 
 from __future__ import annotations
@@ -25,83 +25,85 @@ __all__ = ["RedisKeys", "Registry", "check_connection", "list_runs", "read_statu
 _WHOLE = re.compile(r"-?[0-9]{1,20}")
 _REAL = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,4})?")
 _COUNTER = re.compile(r"[0-9]{1,14}")
-"""No run comes further. Whoever wrote more into the store would drive epochs and versions to where no message can."""
+"""No run counts further. A larger value in Redis, written by others, would push epochs and versions beyond what
+messages can carry.
+"""
 _TEXTS = ("run", "state", "kind", "learner", "learners", "host", "device", "reason", "model_hash",
           "blocked", "rejected_reason", "sentence", "quorum_state", "save_error")  # fmt: skip
-"""Fields that are text, although one may look like a number. All others of a hash are numbers."""
+"""Fields that are text, even if their value looks like a number. All other fields of a hash are numbers."""
 _FRAGMENTS_AT_ONCE = 256
 
 
 class Registry:
-    """The syncer's side. No method but the two that read, and `close`, ever waits; none fails because of the store."""
+    """The syncer's side. Only `stored_epoch`, `stored_versions` and `close` wait; no method fails because of Redis."""
 
     def __init__(self, url: str | None, run: str, log: FilteringBoundLogger) -> None:
-        """`url` None: there is no store, and every method does nothing. SettingError for a malformed URL or name."""
+        """`url` None: no Redis, and every method does nothing. SettingError for a malformed URL or name."""
         self._keys = RedisKeys(run)
         self._url = url
         self._log = log
-        self._board = PendingWrites()
+        self._pending = PendingWrites()
         self._writer: RegistryWriter | None = None
         if url is not None:
-            connect(url)  # a malformed URL is told to the caller, not to a thread
-            self._writer = RegistryWriter(url, self._keys, self._board, log)
+            connect(url)  # a malformed URL is an error of the caller, not of the thread
+            self._writer = RegistryWriter(url, self._keys, self._pending, log)
             self._writer.start()
 
     @property
     def healthy(self) -> bool:
-        """The last write reached the store (True where there is none to reach)."""
+        """The last write reached Redis (True without Redis)."""
         return self._writer is None or (self._writer.connected and self._writer.is_alive())
 
     def publish_run(self, **fields: Value) -> None:
-        """Fields keep their last value until they are given again; None and what is not finite become empty."""
-        self._board.put(self._keys.run, fields)
+        """Fields keep their last value until they are given again; None and non-finite numbers become empty."""
+        self._pending.put(self._keys.run, fields)
 
     def publish_learner(self, name: str, last_seen_unix: float, **fields: Value) -> None:
-        self._board.put(self._keys.learner(name), fields, member=(self._keys.learners, name, last_seen_unix))
+        self._pending.put(self._keys.learner(name), fields, member=(self._keys.learners, name, last_seen_unix))
 
     def publish_fragment(self, fragment: int, *, merged_at: float = 0.0, **fields: Value) -> None:
         """`merged_at`: unix seconds of its last merge; 0 = not since the syncer's start."""
         listed = (self._keys.fragments, str(int(fragment)), merged_at)
-        self._board.put(self._keys.fragment(fragment), {"merged_at": merged_at, **fields}, member=listed)
+        self._pending.put(self._keys.fragment(fragment), {"merged_at": merged_at, **fields}, member=listed)
 
     def forget_learner(self, name: str) -> None:
-        """Its hash and its place in the set go; a later publish_learner begins anew."""
-        self._board.forget(self._keys.learner(name), self._keys.learners, name)
+        """Remove its hash and its entry in the set; a later publish_learner creates them again."""
+        self._pending.forget(self._keys.learner(name), self._keys.learners, name)
 
     def event(self, kind: str, /, **fields: Value) -> None:
-        """One entry of the stream: `at`, the fields, and `kind` (a field of that name gives way).
+        """One entry of the stream: `at`, the fields, and `kind` (which replaces a field of that name).
 
-        While the store is away the newest thousand are kept.
+        While Redis does not answer, the newest thousand are kept.
         """
-        self._board.add_event(kind, fields)
+        self._pending.add_event(kind, fields)
 
     def write_epoch(self, epoch: int) -> None:
-        """Left for the thread like everything else: the syncer's file is what counts."""
-        self._board.put_epoch(epoch)
+        """Queued for the thread like everything else: the syncer's file is the authority."""
+        self._pending.put_epoch(epoch)
 
     def stored_epoch(self) -> int:
-        """The epoch that the store knows; 0 if it knows none or does not answer within a second."""
+        """The epoch in Redis; 0 if there is none or Redis does not answer within a second."""
         return _count(self._read(lambda view: view.read([("get", self._keys.epoch)])[0]))
 
     def stored_versions(self) -> dict[int, int]:
-        """Fragment -> version, as far as the store knows them; empty if it does not answer within a second."""
+        """Fragment -> version, as far as Redis has them; empty if it does not answer within a second."""
         rows = self._read(lambda view: view.fragments(self._keys)) or {}
         return {p: _count(row["version"]) for p, row in rows.items() if _COUNTER.fullmatch(row.get("version", ""))}
 
     def close(self) -> None:
-        """Writes what is left; waits 3 s for that at most."""
+        """Write what is pending; waits 3 s at most."""
         if self._writer is not None:
             self._writer.close()
 
-    def _read(self, ask: Callable[[_View], Any]) -> Any:
+    def _read(self, query: Callable[[_RedisView], Any]) -> Any:
         if self._url is None:
             return None
         client = connect(self._url)
-        view = _View(client)
+        view = _RedisView(client)
         try:
-            return ask(view)
-        except FAILURES as wrong:
-            self._log.warning("registry_unreadable", reason=str(explain(self._url, wrong)))
+            return query(view)
+        except FAILURES as error:
+            self._log.warning("registry_unreadable", reason=str(explain(self._url, error)))
             return None
         finally:
             client.close()
@@ -110,15 +112,15 @@ class Registry:
 
 
 def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
-    """What the store shows of `run`: {"run": {field: value}, "epoch": int, "learners": {name: {"last_seen": float,
+    """The status of `run` in Redis: {"run": {field: value}, "epoch": int, "learners": {name: {"last_seen": float,
     field: value}}, "fragments": {p: {field: value}}, "events": [{"at", "kind", field: value}], oldest first,
     "notes": [sentence]}.
 
-    Numbers are numbers again, what is unknown is None. All is empty for a run that the store does not know. What is not
-    as a run writes it is left out, and a note says so. PeerLost or SettingError where the store does not answer.
+    Numbers are parsed, unknown values are None. Everything is empty for a run that is not in Redis. Values that no run
+    writes are left out, and a note says so. PeerLost or SettingError if Redis does not answer.
     """
     keys, client = RedisKeys(run), connect(url)
-    view = _View(client)
+    view = _RedisView(client)
     try:
         run_row, epoch, members, stream = view.read(
             [("hgetall", keys.run), ("get", keys.epoch), ("zrange", keys.learners, 0, -1, False, True),
@@ -127,8 +129,8 @@ def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
         seen = {name: score for name, score in members or () if view.is_name(keys, name)}
         learners = view.read([("hgetall", keys.learner(name)) for name in seen])
         fragments = view.fragments(keys)
-    except FAILURES as wrong:
-        raise explain(url, wrong) from None
+    except FAILURES as error:
+        raise explain(url, error) from None
     finally:
         client.close()
     return {
@@ -145,30 +147,28 @@ def read_status(url: str, run: str, events: int = 50) -> dict[str, Any]:
 
 
 def list_runs(url: str) -> list[str]:
-    """Names of all runs that the store knows, sorted. PeerLost or SettingError where it does not answer."""
+    """Sorted names of all runs in Redis. PeerLost or SettingError if it does not answer."""
     client = connect(url)
     try:
         return sorted(
             key.split(":")[1] for key in client.scan_iter(match="dd:*:run", count=1000) if key.count(":") == 2
         )
-    except FAILURES as wrong:
-        raise explain(url, wrong) from None
+    except FAILURES as error:
+        raise explain(url, error) from None
     finally:
         client.close()
 
 
-class _View:
-    """What a store holds, read with the caution due to one that other programs write to as well."""
+class _RedisView:
+    """Reads a run's keys with the caution needed for a Redis that other programs write to as well."""
 
     def __init__(self, client: Any) -> None:
         self.notes: list[str] = []
-        """What was left out, why, and what to do."""
+        """Sentences: what was left out, why, and what to do."""
         self._client = client
 
     def read(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The replies to commands of the client, each with a key as its first argument; None where that is of another
-        type.
-        """
+        """The replies to client commands whose first argument is a key; None if that key has another type."""
         pipe = self._client.pipeline(transaction=False)
         for name, *arguments in commands:
             getattr(pipe, name)(*arguments)
@@ -178,7 +178,7 @@ class _View:
         ]
 
     def fragments(self, keys: RedisKeys) -> dict[int, dict[str, str]]:
-        """All fragments' rows. The store does not say how many there are: ask until so many in a row are missing."""
+        """All fragments' rows. Their number is unknown: reads until _FRAGMENTS_AT_ONCE in a row are missing."""
         found: dict[int, dict[str, str]] = {}
         for start in count(0, _FRAGMENTS_AT_ONCE):
             rows = self.read([("hgetall", keys.fragment(start + i)) for i in range(_FRAGMENTS_AT_ONCE)])
@@ -188,23 +188,23 @@ class _View:
         return found
 
     def values(self, key: str, row: Mapping[str, str] | None) -> dict[str, Any]:
-        """A hash's values; None for what is no number and should be one."""
+        """A hash's values; None for fields that should be numbers, but are not."""
         values = _values(row)
-        odd = sorted(name for name, value in values.items() if isinstance(value, str) and name not in _TEXTS)
-        if odd:
-            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            named = ", ".join(name[:40] for name in odd[:3]) + more
+        invalid = sorted(name for name, value in values.items() if isinstance(value, str) and name not in _TEXTS)
+        if invalid:
+            more = f" and {len(invalid) - 3} more" if len(invalid) > 3 else ""
+            named = ", ".join(name[:40] for name in invalid[:3]) + more
             self.notes.append(
-                f"in {key} {named} should be a number and is left out; where the run does not write it anew, delete it"
+                f"in {key} {named} should be a number and is left out; if the run does not write it again, delete it"
             )
-        return values | dict.fromkeys(odd)
+        return values | dict.fromkeys(invalid)
 
     def is_name(self, keys: RedisKeys, name: str) -> bool:
         try:
             keys.learner(name)
         except SettingError:
             self.notes.append(
-                f"in {keys.learners} {name[:40]!r} is no learner's name and is left out; take it out (ZREM)"
+                f"in {keys.learners} {name[:40]!r} is not a learner's name and is left out; remove it (ZREM)"
             )
             return False
         return True
@@ -223,7 +223,7 @@ def _values(row: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> int | float | str | None:
-    """What stood there before it was made text; None for what was unknown or not finite."""
+    """The value whose text this is; None if it was unknown or not finite."""
     if name in _TEXTS:
         return text[:TEXT_CHARACTERS]
     if not text:
@@ -236,5 +236,5 @@ def _value(name: str, text: str) -> int | float | str | None:
 
 
 def _count(text: str | None) -> int:
-    """A counter as stored; 0 if there is none or somebody wrote something else there."""
+    """A stored counter; 0 if there is none or it is not a plausible number."""
     return int(text) if text is not None and _COUNTER.fullmatch(text) else 0

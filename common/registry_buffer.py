@@ -1,4 +1,4 @@
-"""What the registry is about to write: the newest value of every field, and the events that wait. No I/O."""
+"""Buffer of the registry's pending writes: the newest value of every field, and queued events. No I/O."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numbers import Integral, Real
 from .printable import printable
 
 WAITING_EVENTS = 1_000
-"""So many events wait for a store that is away; the newest stay."""
+"""Most events queued while Redis does not answer; the newest are kept."""
 TEXT_CHARACTERS = 1_000
 
 Value = object
-"""Text, a number, a flag, None, or a list of them; anything else is shown as its text, but never bytes."""
+"""Text, a number, a flag, None, or a list of them; anything else is converted to text, except bytes."""
 Row = Mapping[str, str]
 
 
 def _text(value: Value) -> str:
-    """One line of plain text: flags are 0 or 1, lists are parted by blanks, None and what is not finite are empty."""
+    """One line of plain text: flags are 0 or 1, lists are joined by blanks, None and non-finite numbers are empty."""
     if value is None:
         return ""
     if isinstance(value, bool | Integral):
@@ -38,19 +38,19 @@ def _text(value: Value) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one transaction writes. Rows are replaced, never changed, so that none is copied."""
+    """The content of one transaction. Rows are replaced, never modified, so none is copied."""
 
     rows: dict[str, Row]
     scores: dict[str, dict[str, float]]
     """Sorted set -> member -> score, in unix seconds."""
     forgotten: dict[str, tuple[str, str]]
-    """Key of a hash -> the sorted set that it goes from, and its name there."""
+    """Key of a hash to delete -> the sorted set that lists it, and its name there."""
     epoch: int | None
     events: tuple[Row, ...]
 
 
 class PendingWrites:
-    """The newest state of every key and the events that wait; shared by the callers and the writer's thread."""
+    """The newest state of every key and the queued events; shared by the callers and the writer's thread."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -63,24 +63,24 @@ class PendingWrites:
         self._last_at = 0.0
 
     def put(self, key: str, fields: Mapping[str, Value], member: tuple[str, str, float] | None = None) -> None:
-        """`member`: the sorted set in which it is listed, its name there, and its score in unix seconds."""
+        """`member`: the sorted set that lists the key, its name there, and its score in unix seconds."""
         texts = {name: _text(value) for name, value in fields.items()}
         with self._lock:
             if member is not None:
-                listed, name, score = member
-                self._state.scores.setdefault(listed, {})[name] = round(score, 3)
-                self._new_scores.setdefault(listed, {})[name] = round(score, 3)
+                set_key, name, score = member
+                self._state.scores.setdefault(set_key, {})[name] = round(score, 3)
+                self._new_scores.setdefault(set_key, {})[name] = round(score, 3)
             self._state.rows[key] = {**self._state.rows.get(key, {}), **texts}
             self._new.add(key)
         self.changed.set()
 
-    def forget(self, key: str, listed: str, name: str) -> None:
-        """The hash `key`, which the sorted set `listed` has as `name`."""
+    def forget(self, key: str, set_key: str, name: str) -> None:
+        """Delete the hash `key`, which the sorted set `set_key` lists as `name`."""
         with self._lock:
             for scores in (self._state.scores, self._new_scores):
-                scores.get(listed, {}).pop(name, None)
+                scores.get(set_key, {}).pop(name, None)
             self._state.rows.pop(key, None)
-            self._state.forgotten[key] = (listed, name)
+            self._state.forgotten[key] = (set_key, name)
         self.changed.set()
 
     def put_epoch(self, epoch: int) -> None:
@@ -89,7 +89,7 @@ class PendingWrites:
         self.changed.set()
 
     def add_event(self, kind: str, fields: Mapping[str, Value]) -> None:
-        """`at`, in unix seconds, differs from event to event: it tells an event from its repetition."""
+        """`at`, in unix seconds, is unique per event, so that a repeated write of an event can be detected."""
         texts = {name: _text(value) for name, value in fields.items() if value is not None}
         with self._lock:
             self._last_at = max(time.time(), self._last_at + 2e-6)
@@ -98,7 +98,7 @@ class PendingWrites:
         self.changed.set()
 
     def take(self, *, full: bool) -> Batch:
-        """What to write now: all rows, or those that are new."""
+        """The next batch: all rows, or only those that have changed."""
         with self._lock:
             self.changed.clear()
             rows = self._state.rows
@@ -114,18 +114,18 @@ class PendingWrites:
             return batch
 
     def put_back(self, forgotten: Mapping[str, tuple[str, str]]) -> None:
-        """The keys to forget of a batch that may not have arrived (rows need no help: the next write is full)."""
+        """Queue the deletions of a batch again that may not have arrived (rows need none: the next write is full)."""
         with self._lock:
             self._state.forgotten.update(forgotten)
 
     def restore(self, events: Sequence[Row]) -> None:
-        """Events to write before those that wait."""
+        """Queue these events before all others."""
         with self._lock:
             self._events.extendleft(reversed(events))
             self._bound()
 
     def take_dropped_events(self) -> int:
-        """Events for which there was no room since the last time somebody asked."""
+        """Number of events dropped since the last call because the queue was full."""
         with self._lock:
             dropped, self._dropped_events = self._dropped_events, 0
             return dropped

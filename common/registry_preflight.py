@@ -1,4 +1,4 @@
-"""Whether a store can show a run, found out before the run starts: what would fail later, and what might get lost."""
+"""Preflight check of Redis before a run starts: permissions, kind of server, and eviction policy."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from .errors import SettingError
 from .redis_client import FAILURES, check_connection, connect, explain, is_forbidden, redact_url
 from .redis_keys import RedisKeys
 
-FORGETFUL = "allkeys-"
-"""Eviction policies that may throw away a run's keys. Those have no expiry, so that `volatile-` ones spare them."""
+EVICTS_ANY_KEY = "allkeys-"
+"""Prefix of eviction policies that may evict a run's keys; these have no expiry, so `volatile-` policies spare them."""
 
 
-def check_store(url: str, run: str) -> None:
-    """Once, before anything starts. Writes nothing: commands are queued in a transaction that is given up.
+def check_redis(url: str, run: str) -> None:
+    """Check Redis once, before anything starts. Writes nothing: commands are queued in a transaction that is discarded.
 
-    SettingError if the store rejects the login, is a cluster or a replica, or its user may not write what `run` needs;
-    PeerLost if no store answers; DilocoError if it takes nothing just now.
+    SettingError if Redis rejects the login, is a cluster or a replica, or its user lacks permissions that `run` needs;
+    PeerLost if no Redis answers; DilocoError if it currently accepts no writes.
     """
     check_connection(url)
     client = connect(url, keep_connection=True)
     try:
         client.ping()
         _check_rights(client.connection, url, RedisKeys(run))
-    except FAILURES as wrong:
-        raise explain(url, wrong) from None
+    except FAILURES as error:
+        raise explain(url, error) from None
     finally:
         client.close()
 
 
 def _check_rights(connection: Any, url: str, keys: RedisKeys) -> None:
-    refused: dict[str, str] = {}
+    forbidden: dict[str, str] = {}
 
-    def ask(*command: object) -> bool:
+    def send(*command: object) -> bool:
         connection.send_command(*command)
         try:
             connection.read_response()
-        except redis.ResponseError as wrong:
-            if not is_forbidden(wrong):
+        except redis.ResponseError as error:
+            if not is_forbidden(error):
                 raise
-            refused[str(command[0])] = str(wrong)
+            forbidden[str(command[0])] = str(error)
             return False
         return True
 
     several = (keys.run, keys.learners, keys.fragments, keys.events, keys.epoch)
-    ask("EXISTS", *several)  # a cluster answers that they are not all at one node
-    if ask("MULTI") and ask("EXEC"):
-        ask("MULTI")
+    send("EXISTS", *several)  # a cluster replies that they are not on one node
+    if send("MULTI") and send("EXEC"):
+        send("MULTI")
         for command in _commands(keys):
-            ask(*command)
-    if refused:
+            send(*command)
+    if forbidden:
         raise SettingError(
             f"the user of {redact_url(url)} may not do what the run's figures need: "
-            f"{', '.join(refused)} ({next(iter(refused.values()))}); give it the rights that docs/redis.md names"
+            f"{', '.join(forbidden)} ({next(iter(forbidden.values()))}); give it the rights that docs/redis.md names"
         )
 
 
 def _commands(keys: RedisKeys) -> list[tuple[object, ...]]:
-    """One of each kind that the syncer sends, with the keys it sends them for."""
+    """One of each kind of command that the syncer sends, with its keys."""
     learner, fragment = keys.learner("a"), keys.fragment(0)
     return [
         ("GET", keys.epoch),
@@ -75,8 +75,8 @@ def _commands(keys: RedisKeys) -> list[tuple[object, ...]]:
     ]
 
 
-def store_advice(url: str) -> list[str]:
-    """Sentences on a store that works, but may lose what is written; none where it does not let us see its settings."""
+def redis_advice(url: str) -> list[str]:
+    """Warnings about a Redis that works, but may lose data; none if its settings cannot be read."""
     try:
         client = connect(url)
         try:
@@ -85,11 +85,12 @@ def store_advice(url: str) -> list[str]:
             client.close()
     except (*FAILURES, SettingError, KeyError):
         return []
-    if not limit or not policy.startswith(FORGETFUL):
+    if not limit or not policy.startswith(EVICTS_ANY_KEY):
         return []
     sentence = (
-        f"Redis at {redact_url(url)} throws keys away once it holds {limit:,} bytes (maxmemory-policy {policy}), those "
-        "of the run too, and then status and watch have holes; set the policy noeviction, or give another store"
+        f"Redis at {redact_url(url)} evicts keys, including those of the run, once it holds {limit:,} bytes "
+        f"(maxmemory-policy {policy}), and then status and watch are incomplete; set the policy noeviction, or give "
+        "another Redis"
     )
     return [sentence]
 
@@ -97,8 +98,8 @@ def store_advice(url: str) -> list[str]:
 def _eviction(client: Any) -> tuple[int, str]:
     """(maxmemory in bytes, 0 = no limit; the policy)."""
     try:
-        seen = client.info("memory")
-        return int(seen["maxmemory"]), str(seen["maxmemory_policy"])
+        settings = client.info("memory")
+        return int(settings["maxmemory"]), str(settings["maxmemory_policy"])
     except (redis.ResponseError, KeyError):
-        seen = client.config_get("maxmemory*")
-        return int(seen["maxmemory"]), str(seen["maxmemory-policy"])
+        settings = client.config_get("maxmemory*")
+        return int(settings["maxmemory"]), str(settings["maxmemory-policy"])

@@ -12,8 +12,8 @@ from typing import IO
 from ..common.config import RunSettings, TaskSettings, flag
 from ..common.errors import SettingError
 from ..common.fragments import balanced_plan
-from ..common.registry_preflight import check_store
-from ..common.run_folder import RUNS, RunFolder, Setup, find
+from ..common.registry_preflight import check_redis
+from ..common.run_folder import RUNS, RunFolder, Setup, find_run
 from .ports import BROKER_PORTS, broker_port, check_free, is_taken, port_of
 from .up_config import UpConfig
 
@@ -53,7 +53,7 @@ def prepare(config: UpConfig, settings: RunSettings, task: TaskSettings, explici
 def _resume(
     path: Path, config: UpConfig, settings: RunSettings, task: TaskSettings, explicit: Collection[str]
 ) -> Prepared:
-    folder = find(str(path))
+    folder = find_run(str(path))
     setup = folder.setup()
     if setup.task is None:
         raise SettingError(
@@ -136,7 +136,7 @@ def _with_former_ports(folder: RunFolder, config: UpConfig) -> UpConfig:
 
 def _with_ports(config: UpConfig, run: str) -> UpConfig:
     if config.redis is not None:
-        check_store(config.redis, run)
+        check_redis(config.redis, run)
     elif config.redis_port:
         check_free("--redis-port", config.redis_port)
     return replace(config, broker_port=broker_port(config.broker_port))

@@ -14,7 +14,7 @@ from ..common.errors import DilocoError, SettingError
 from ..common.log import configure, get_logger
 from ..common.output import deliver
 from ..common.printable import json_line
-from ..common.registry_preflight import store_advice
+from ..common.registry_preflight import redis_advice
 from ..monitor.console import PlainConsole
 from ..monitor.status import RunSource
 from ..monitor.watch import Display, open_display
@@ -93,7 +93,7 @@ def _print_start(supervisor: Supervisor, console: PlainConsole) -> None:
     lines += (
         [f"  status:       diloco status {shlex.quote(folder.path.name)}"] if folder.name.startswith("runs/") else []
     )
-    lines += [f"  note:         {sentence}" for sentence in (*settings.advice(), *store_advice(supervisor.redis))]
+    lines += [f"  note:         {sentence}" for sentence in (*settings.advice(), *redis_advice(supervisor.redis))]
     for line in lines:
         console.print(line, soft_wrap=True)
     log.info("run_started", run=settings.run, broker=supervisor.broker, pids=supervisor.processes.pids())

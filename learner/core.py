@@ -341,10 +341,10 @@ class LearnerCore:
             self._proven_at = now
         if not self._announced or self.phase is Phase.FINISHED or self.mailbox.leaving:
             return
-        if self._no_beat.look(now - self._beat_at):
+        if self._no_beat.report_due(now - self._beat_at):
             log.warning("syncer_silent", learner=self.me.name, seconds=round(now - self._beat_at, 1),
                         sentence=self._silence(now - self._beat_at))  # fmt: skip
-        elif now - self._beat_at < FIRST_SECONDS and self._no_way.look(now - self._proven_at):
+        elif now - self._beat_at < FIRST_SECONDS and self._no_way.report_due(now - self._proven_at):
             seconds = now - self._proven_at
             why = self.mailbox.refusal or "is a port of it blocked?"
             sentence = (

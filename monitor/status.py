@@ -13,7 +13,7 @@ from typing import Any
 from ..common.errors import DilocoError, SettingError
 from ..common.printable import printable
 from ..common.registry import list_runs, read_status
-from ..common.run_folder import RunFolder, all_runs, find
+from ..common.run_folder import RunFolder, all_runs, find_run
 from .run_figures import REPORTED_PART, run_figures
 
 TRAINING = ("running", "draining", "stopping", "finished")
@@ -212,10 +212,10 @@ def find_source(run: str, redis: str | None) -> RunSource:
     if redis is not None:
         return RunSource(*_from_url(run, redis))
     if run:
-        folder = find(run)
+        folder = find_run(run)
     else:
         up = [folder for folder in all_runs() if folder.is_up()]
-        folder = up[-1] if up else find("")
+        folder = up[-1] if up else find_run("")
     run_map, setup = folder.run_map(), folder.setup()
     url = str(run_map.get("redis", ""))
     if folder.is_up() and "***" in url:

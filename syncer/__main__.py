@@ -11,7 +11,7 @@ from structlog.typing import FilteringBoundLogger
 from ..common.config import SyncerConfig
 from ..common.errors import DilocoError, Malformed
 from ..common.log import get_logger
-from ..common.redis_client import redact_url, save_and_end
+from ..common.redis_client import redact_url, save_and_shut_down
 from ..common.registry import Registry
 from ..common.signals import stop_signals
 from .epoch_discovery import EpochDiscovery
@@ -67,7 +67,7 @@ def stop_redis(url: str, log: FilteringBoundLogger) -> None:
     and no more.
     """
     try:
-        save_and_end(url)
+        save_and_shut_down(url)
     except DilocoError as wrong:
         log.warning("redis_not_stopped", reason=str(wrong))
     else:

@@ -93,7 +93,7 @@ class EpochDiscovery:
             now = time.monotonic()
             if not self._lines.proven:
                 heard_since = None
-                if silence.look(now - began):
+                if silence.report_due(now - began):
                     self._absent(now - began)
                 continue
             silence.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..common.errors import SettingError
-from ..common.registry_preflight import store_advice
+from ..common.registry_preflight import redis_advice
 from .checkpoint import Restored
 from .epoch_discovery import KnownEpochs
 from .global_model import GlobalModel
@@ -41,7 +41,7 @@ def begin(parts: Components, run: RunState, stopped: Callable[[], bool]) -> bool
     step = run.served.rounds.t if run.served else 0
     teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
     redis = parts.config.redis
-    for sentence in (*run.settings.advice(), *(store_advice(redis) if redis is not None else ())):
+    for sentence in (*run.settings.advice(), *(redis_advice(redis) if redis is not None else ())):
         teller.warn("advice", sentence=sentence)
     return True
 

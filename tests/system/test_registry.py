@@ -21,7 +21,7 @@ from decoupled_diloco.common.errors import DilocoError, PeerLost, SettingError
 from decoupled_diloco.common.redis_keys import RedisKeys
 from decoupled_diloco.common.registry import Registry, check_connection, list_runs, read_status, redact_url
 from decoupled_diloco.common.registry_buffer import WAITING_EVENTS
-from decoupled_diloco.common.registry_preflight import check_store, store_advice
+from decoupled_diloco.common.registry_preflight import check_redis, redis_advice
 from decoupled_diloco.common.registry_writer import STREAM_EVENTS
 from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 from stores import TlsFront
@@ -231,7 +231,7 @@ def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house:
         slowest = max(slowest, time.thread_time() - started)
     wait_for(lambda: full_house.logged("registry_lost"), "the outage is told once")
     assert slowest < 1, f"one round of updates took {slowest} s of this thread's own time"
-    board = registry._board
+    board = registry._pending
     assert len(board._events) + len(registry._writer._session._unsure) <= 2 * WAITING_EVENTS  # type: ignore[union-attr]
     assert len(board._state.rows) == 6
     full_house.thaw()
@@ -543,7 +543,7 @@ def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> No
     admin.execute_command("ACL", "SETUSER", "clerk", "on", *rights.split(), keys, ">p")
     admin.close()
     url, lines = f"redis://clerk:p@127.0.0.1:{guarded.port}/5", list[dict[str, Any]]()
-    check_store(url, "run")
+    check_redis(url, "run")
     registry = Registry(url, "run", logger_into(lines))
     registry.publish_run(step=1)
     registry.publish_learner("a", 1.0, loss=1.0)
@@ -571,9 +571,9 @@ def test_a_right_that_a_user_lacks_is_named_before_anything_starts(
     rights = ["+@read", "+@write", "+@transaction", "+ping", "+select"]
     admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", *rights, "~dd:*", *left_out.split(), ">p")
     with pytest.raises(SettingError, match=f"poor.*may not do what the run's figures need: .*{named}.*docs/redis.md"):
-        check_store(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
+        check_redis(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
     admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", *rights, "~dd:run:*", ">p")
-    check_store(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
+    check_redis(f"redis://poor:p@127.0.0.1:{guarded.port}/0", "run")
     assert admin.keys("dd:run:*") == [], "looking writes nothing"
     admin.close()
 
@@ -584,14 +584,14 @@ def test_a_cluster_is_refused_in_one_sentence_whether_or_not_it_serves_its_keys(
     with EmbeddedStore(tmp_path, options=("--cluster-enabled", "yes")) as store:
         refused = pytest.raises(SettingError, match="is a cluster, and all keys of a run must be at one server")
         with refused:
-            check_store(store.url, "run")
+            check_redis(store.url, "run")
         client: Any = redis.Redis(port=store.port)
         client.response_callbacks.clear()
         client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
         wait_for(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER INFO"), "it serves all keys")
         client.close()
         with refused:
-            check_store(store.url, "run")
+            check_redis(store.url, "run")
         lines: list[dict[str, Any]] = []
         registry = Registry(store.url, "run", logger_into(lines))
         registry.publish_run(step=1)
@@ -610,14 +610,14 @@ def test_a_cluster_is_refused_in_one_sentence_whether_or_not_it_serves_its_keys(
 def test_a_replica_is_refused_and_a_full_store_is_no_setting_error(house: House) -> None:
     house.client.config_set("maxmemory", 1)
     with pytest.raises(DilocoError, match=r"refuses: .*maxmemory") as caught:
-        check_store(house.store.url, "run")
+        check_redis(house.store.url, "run")
     assert not isinstance(caught.value, SettingError)
     house.client.config_set("maxmemory", 0)
     house.client.execute_command("REPLICAOF", "127.0.0.1", "1")
     with pytest.raises(SettingError, match="is a replica, which takes no writes"):
-        check_store(house.store.url, "run")
+        check_redis(house.store.url, "run")
     house.client.execute_command("REPLICAOF", "NO", "ONE")
-    check_store(house.store.url, "run")
+    check_redis(house.store.url, "run")
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ def test_an_eviction_policy_that_may_throw_the_run_away_is_said(
 ) -> None:
     house.client.config_set("maxmemory", limit)
     house.client.config_set("maxmemory-policy", policy)
-    said = store_advice(house.store.url)
+    said = redis_advice(house.store.url)
     assert len(said) == warned
     assert all(f"1,000,000,000 bytes (maxmemory-policy {policy})" in sentence for sentence in said)
 
@@ -642,12 +642,12 @@ def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: Embe
     try:
         for rights, says in (("+ping", 0), ("+info", 1), ("+config|get", 1)):
             admin.execute_command("ACL", "SETUSER", "blind", "reset", "on", rights, "~dd:*", ">p")
-            assert len(store_advice(f"redis://blind:p@127.0.0.1:{guarded.port}/0")) == says
+            assert len(redis_advice(f"redis://blind:p@127.0.0.1:{guarded.port}/0")) == says
     finally:
         admin.config_set("maxmemory", 0)
         admin.close()
-    assert store_advice("redis://127.0.0.1:1/0") == []
-    assert store_advice("redis://127.0.0.1/0?password_file=/nowhere") == []
+    assert redis_advice("redis://127.0.0.1:1/0") == []
+    assert redis_advice("redis://127.0.0.1/0?password_file=/nowhere") == []
 
 
 def test_a_full_store_is_told(house: House) -> None:

@@ -9,7 +9,7 @@ from decoupled_diloco.common.silence import FIRST_SECONDS, LONGEST_SECONDS, Repe
 
 def said(silence: Silence, until: int) -> list[int]:
     """The whole seconds of a silence at which it is said."""
-    return [second for second in range(until) if silence.look(float(second))]
+    return [second for second in range(until) if silence.report_due(float(second))]
 
 
 def test_a_silence_is_said_within_ten_seconds_then_ever_more_seldom_and_its_end_once() -> None:

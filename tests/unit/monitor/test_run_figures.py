@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.common.run_folder import RunFolder, Setup, find
+from decoupled_diloco.common.run_folder import RunFolder, Setup, find_run
 from decoupled_diloco.compose.final_report import show_summary, show_unconfirmed
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.run_figures import run_figures, validation
@@ -179,12 +179,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_a_folder_gives_back_what_was_put_into_it(folder: RunFolder) -> None:
-    assert find("it").setup() == folder.setup() == find("runs/it").setup()
+    assert find_run("it").setup() == folder.setup() == find_run("runs/it").setup()
     assert folder.setup().settings == RunSettings(run="it")
     assert folder.evaluations() == []
     assert folder.name == "runs/it"
     with pytest.raises(SettingError, match="there are it"):
-        find("other")
+        find_run("other")
 
 
 def test_half_a_line_of_evaluations_is_not_read(folder: RunFolder) -> None:
