@@ -12,7 +12,8 @@ from ..learner.counters import Counts
 from ..learner.identity import Identity
 from ..learner.public_model import PublicFragment
 from ..syncer.metrics import RunMetrics
-from ..syncer.rounds import Merge, Rounds
+from ..syncer.round_events import Merge
+from ..syncer.rounds import Rounds
 
 EPOCH = 1
 MERGE_SECONDS = 0.001

@@ -17,7 +17,8 @@ from ..learner.public_model import PublicFragment
 from ..syncer.journal import recorded
 from ..syncer.metrics import RunMetrics
 from ..syncer.publish import count_merge
-from ..syncer.rounds import Answer, Merge, Rounds
+from ..syncer.round_events import Answer, Merge
+from ..syncer.rounds import Rounds
 from .backend import EPOCH, MERGE_SECONDS, Sent
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")

@@ -19,7 +19,8 @@ from ..syncer.global_model import GlobalModel
 from ..syncer.journal import recorded
 from ..syncer.metrics import RunMetrics
 from ..syncer.publish import book_merge, merge_answers
-from ..syncer.rounds import Merge, Rounds
+from ..syncer.round_events import Merge
+from ..syncer.rounds import Rounds
 from ..syncer.run_state import Served
 from .ablation import USUAL, Ablation
 from .backend import EPOCH, MERGE_SECONDS, Sent

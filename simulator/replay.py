@@ -29,7 +29,7 @@ from ..learner.timing import Progress
 from ..syncer.journal import ANSWER, ReplayedRounds
 from ..syncer.metrics import RunMetrics
 from ..syncer.publish import merge_answers
-from ..syncer.rounds import Answer, Called
+from ..syncer.round_events import Answer, Called
 from ..syncer.run_state import Served
 from .real_training import version_zero
 from .virtual_learner import VirtualLearner

@@ -27,7 +27,7 @@ from ..learner.status_messages import ByteCounts, alive
 from ..learner.task.text import generator
 from ..learner.timing import StepTimer
 from ..syncer.ledger import Who
-from ..syncer.rounds import Called, Drained, Lost, Merge, Unmet
+from ..syncer.round_events import Called, Drained, Lost, Merge, Unmet
 from ..syncer.telemetry import learner_rows, run_figures
 from .backend import EPOCH, LearnerBackend, ModelBackend, Sent
 from .failures import Stretch

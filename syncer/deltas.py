@@ -17,7 +17,8 @@ from ..common.wire import Assembly, Delta
 from .aggregate import norm
 from .global_model import GlobalModel
 from .ledger import Who
-from .rounds import Answer, Rounds
+from .round_events import Answer
+from .rounds import Rounds
 
 NORM_FACTOR = 100.0
 NORM_WINDOW = 32

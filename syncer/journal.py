@@ -12,7 +12,8 @@ from ..common.errors import Malformed, SettingError
 from ..common.journal import BROKEN, JournalFile, JournalWriter, Row
 from ..common.wire import Alive
 from .membership import Member
-from .rounds import Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
+from .round_events import Action, Answer, Called, Drained, Lost, Merge, Unmet
+from .rounds import Rounds
 
 ANSWER = tuple(f.name for f in fields(Answer) if f.name not in ("who", "vector"))
 REPORT = (

@@ -14,7 +14,8 @@ from .aggregate import token_weight
 from .global_model import MergeResult
 from .ledger import Who
 from .metrics import RunMetrics
-from .rounds import Merge, Rounds
+from .round_events import Merge
+from .rounds import Rounds
 from .run_state import Components, RunState, Served
 
 GATHER_SECONDS = 0.1

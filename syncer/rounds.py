@@ -1,21 +1,21 @@
-"""The round machine: when a fragment is called, whose answers count, when a round closes. Pure: no socket, no clock.
+"""Rounds: when a fragment is called, which answers count, when a round closes (arXiv 2604.21428, section 3, and its
+quorum and grace window). Pure: no socket, no clock.
 
-Whoever drives it (the syncer's loop, a simulator, a test) passes the time and carries out the actions:
+The caller (the syncer's loop, a simulator, a test) passes the time and carries out the actions:
 
-    join(...), heard(...), left(...), answer(...)   who comes, reports, goes, and what was trained
+    join(...), heard(...), left(...), answer(...)   members join, report and leave; answers arrive
     tick(now)   -> [Called, Merge, Unmet, Lost, Drained]
-    merged(...) / failed(...)   what became of a Merge
+    merged(...) / failed(...)   the result of a Merge
 
-Its state is a function of these calls alone: a tape of them (recording) takes the same decisions again.
+The state is a function of these calls alone: replaying a journal of them takes the same decisions.
 
-A call is open until it is merged. Per fragment there is one call at a time, at most tau at all, except at the end,
-where every fragment is called once more.
+A call is open until it is merged. A fragment has one open call at a time, and the run at most tau, except at the end,
+when every fragment is called once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..common.config import MAX_LAG, RunSettings
@@ -23,119 +23,29 @@ from ..common.errors import Diverged
 from ..common.wire import Alive, Call, most_calls
 from .ledger import Ledger, Who
 from .membership import Member, Membership
+from .round_events import Action, Answer, Called, Drained, Lost, Merge, OpenCall, Unmet
 from .schedule import Ema, Schedule, grace_seconds
 
 FIRST_STEP_PATIENCE_SECONDS = 60.0
-"""The first call waits for each newcomer's first timed step, but no longer than this after its join."""
+"""The first call waits for each new learner's first timed step, but no longer than this after its join."""
 FAILED_MERGES = 8
-"""Merges of one call in a row that gave nothing usable, after which the run is given up."""
+"""Consecutive unusable merges of one call after which the run has diverged."""
 GRACE_SPREAD = 2.0
-"""The grace window considers learners up to so many times slower than the typical one."""
+"""The grace window considers learners whose step takes at most this factor of the typical one."""
 DRAIN_SECONDS, DRAIN_ATTEMPTS = 30.0, 4
-"""How long the last calls of a run may stay below the quorum before they are given up, and how many usual attempts at
-least."""
+"""Time, and number of usual attempts, for which the last calls of a run may stay below the quorum before they are given
+up: the longer of the two."""
 
 RoundState = Literal["running", "draining", "drained"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One learner's complete answer to one call. `vector` is opaque here: the decoded delta."""
-
-    who: Who
-    fragment: int
-    slot: int
-    attempt: int
-    base_version: int
-    tokens_from: int
-    tokens_to: int
-    steps_from: int
-    steps_to: int
-    vector: Any = None
-
-    @property
-    def tokens(self) -> int:
-        return self.tokens_to - self.tokens_from
-
-    @property
-    def steps(self) -> int:
-        return self.steps_to - self.steps_from
-
-
-@dataclass
-class OpenCall:
-    """A call and what it brought in so far."""
-
-    slot: int
-    t: int
-    fragment: int
-    version: int
-    opened_at: float
-    attempt: int = 1
-    attempt_at: float = 0.0
-    patience: float = 1.0
-    """How many times as long as usual this attempt waits. Doubled each time: answers may only have been under way."""
-    answers: dict[Who, Answer] = field(default_factory=dict)
-    quorum_at: float | None = None
-    closes_at: float | None = None
-    drains: bool = False
-    """One of the last calls of the run."""
-    failures: int = 0
-    """Merges of it that gave nothing usable."""
-
-
-@dataclass(frozen=True)
-class Called:
-    """Publish this call (a new one, or a new attempt of it)."""
-
-    call: OpenCall
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Merge these answers, sorted by (name, incarnation), then say merged() or failed(). `unreported` were left out:
-    they cover more than their learners can have done by what they report.
-    """
-
-    call: OpenCall
-    answers: tuple[Answer, ...]
-    unreported: tuple[Answer, ...]
-
-    @property
-    def contributors(self) -> tuple[tuple[str, int, int, int], ...]:
-        """(name, incarnation, steps_to, tokens_to) of each, as an Update tells them."""
-        return tuple((*a.who, a.steps_to, a.tokens_to) for a in self.answers)
-
-
-@dataclass(frozen=True)
-class Unmet:
-    """At the end a call was given up below the quorum: the fragment ends at the version it has."""
-
-    call: OpenCall
-
-
-@dataclass(frozen=True)
-class Lost:
-    """This member has been silent for 3 beats."""
-
-    member: Member
-
-
-@dataclass(frozen=True)
-class Drained:
-    """Every fragment has had its last round."""
-
-
-Action = Called | Merge | Unmet | Lost | Drained
-
-
 def about_to_begin(member: Member, now: float) -> bool:
-    """Whether a learner has joined so recently that its first steps may still be under way."""
+    """Whether a learner joined so recently that it may not have completed its first step."""
     return member.step_seconds == 0 and now - member.joined_at < FIRST_STEP_PATIENCE_SECONDS
 
 
 class Rounds:
-    """State of all rounds of a run. `parameters` are the fragments' sizes."""
+    """State of all rounds of a run. `parameters`: elements of each fragment."""
 
     def __init__(self, settings: RunSettings, parameters: Sequence[int], epoch: int) -> None:
         P = len(parameters)
@@ -158,34 +68,34 @@ class Rounds:
         self._drain_at: float | None = None
         self._drained: set[int] = set()
         self._crowded = False
-        """Some of the last calls wait for room in a beat."""
+        """Some of the last calls wait because a beat cannot name more."""
         self._retired: set[Who] = set()
         self._forgotten: set[str] = set()
         self.paused = False
 
-    # --- who is here -------------------------------------------------------------------------------------------------
+    # --- members -----------------------------------------------------------------------------------------------------
     def join(self, name: str, incarnation: int, now: float) -> Member:
-        """Enter this learner, or find it again; every other incarnation of its name is gone for good."""
+        """Add a learner, or return it if it is a member. All other incarnations of its name have ended."""
         member = self.members.join(name, incarnation, now)
         self._retired.discard(member.who)
         self._retired |= {other for other in self.ledger.open_incarnations(name) if other != member.who}
         return member
 
     def heard(self, alive: Alive, now: float) -> Member | None:
-        """Take a report; None if the sender is no member."""
+        """Take a report; None if the sender is not a member."""
         member = self.members.heard(alive, now)
         if member is not None:
             self.ledger.report(member.who, alive.tokens)
         return member
 
     def left(self, who: Who, local_steps: int, tokens: int) -> None:
-        """It said goodbye, with its last counters."""
+        """A learner left; its last counters."""
         self.ledger.report(who, tokens)
         self.members.leave(who, local_steps, tokens)
         self._retired.add(who)
 
     def forget_oldest(self) -> list[Member]:
-        """Members that ended and are too many to list: of a name nothing stays but what it added to the totals."""
+        """Remove the oldest members that ended, beyond the limit; only their share of the totals is kept."""
         gone = self.members.forget_oldest()
         self._retired |= {member.who for member in gone}
         self._forgotten |= {member.name for member in gone}
@@ -193,7 +103,7 @@ class Rounds:
 
     # --- answers -----------------------------------------------------------------------------------------------------
     def refusal(self, answer: Answer) -> str:
-        """'' if the answer would be taken now, else one word why not. Changes nothing."""
+        """Why the answer would be rejected now, as one word; '' if it would be accepted. Changes nothing."""
         call, member = self.calls.get(answer.fragment), self.members.get(answer.who)
         if member is None or member.state == "left":
             return "stranger"
@@ -212,8 +122,8 @@ class Rounds:
         return ""
 
     def answer(self, answer: Answer) -> str:
-        """Take a complete answer; '' or why not. It counts unless it covers more than its learner's reports allow; one
-        that counts is itself a report of what was done.
+        """Accept a complete answer; returns '' or why it is rejected. It counts unless it covers more work than its
+        learner's reports allow; an answer that counts is itself a report of that work.
         """
         reason = self.refusal(answer)
         if not reason:
@@ -224,28 +134,30 @@ class Rounds:
         return reason
 
     def counts(self, answer: Answer) -> bool:
-        """By its learner's last report it can have done what the answer covers."""
+        """Whether the learner can have done the work that the answer covers, by its last report."""
         member = self.members.get(answer.who)
         credible = 0 if member is None else member.credible_tokens
         return answer.tokens_to <= max(credible, self.ledger.reported(answer.who))
 
     def _better(self, answer: Answer, known: Answer) -> bool:
-        """One that counts takes the place of one that does not: nobody is shut out by what was sent in his name."""
+        """A credible answer replaces an uncredible one from the same learner, so a forged message cannot block the real
+        one.
+        """
         return self.counts(answer) and not self.counts(known)
 
     def ended(self, model_hash: str) -> None:
-        """The final model has this hash; for a tape."""
+        """The final model has this hash; recorded by a journal."""
 
     def close(self) -> None:
-        """Nothing more will be asked; for a tape."""
+        """No further call follows; recorded by a journal."""
 
     def pause(self) -> None:
-        """Open no more slots: the syncer is about to stop."""
+        """Open no more slots, before the syncer stops."""
         self.paused = True
 
     # --- time --------------------------------------------------------------------------------------------------------
     def tick(self, now: float) -> list[Action]:
-        """All that is due at `now`, in the order in which it must be carried out."""
+        """All actions due at `now`, in the order in which they must be carried out."""
         actions: list[Action] = [Lost(member) for member in self.members.silent(now)]
         for call in sorted(self.calls.values(), key=lambda c: c.slot):
             actions += self._settle(call, now)
@@ -257,7 +169,7 @@ class Rounds:
         return actions
 
     def next_deadline(self, now: float) -> float:
-        """When tick() has something to do at the latest, if nothing arrives before; now + 1 s at most."""
+        """The latest time for the next tick() if no message arrives; now + 1 s at most."""
         usual = self.attempt_seconds()
         times = [c.attempt_at + c.patience * usual if c.closes_at is None else c.closes_at for c in self.calls.values()]
         times.append(now + 1.0)
@@ -267,7 +179,7 @@ class Rounds:
         return max(now, min(times))
 
     def step(self, now: float) -> int:
-        """The global step t at `now`: between two slots it follows the typical learner; never back."""
+        """The global step t at `now`. Between two slots it follows the typical learner; it never decreases."""
         if self.state != "running":
             self.t = self.settings.steps
         elif self.slot and self._slot_at is not None:
@@ -278,16 +190,16 @@ class Rounds:
         return self.t
 
     def may_answer(self) -> int:
-        """How many learners a round can count on now; below the quorum nothing is merged."""
+        """Number of learners that can answer now; below the quorum nothing is merged."""
         return len(self.members.awaited())
 
     def hopeless(self) -> bool:
-        """No open call can be merged by those who are here now: whoever stops need not wait for one."""
+        """Whether the present learners cannot complete any open call, so that a stop need not wait for one."""
         return self.may_answer() < self.settings.quorum and all(call.quorum_at is None for call in self.calls.values())
 
-    # --- what became of a Merge --------------------------------------------------------------------------------------
+    # --- results of merges -------------------------------------------------------------------------------------------
     def merged(self, merge: Merge, seconds: float, digest: str = "") -> None:
-        """The merge made the next version, of this sha256 (for a tape): book its intervals and close the call."""
+        """The merge made the next version, with this sha256: book its intervals and close the call."""
         del digest
         call = merge.call
         for a in merge.answers:
@@ -300,18 +212,18 @@ class Rounds:
             self._drained.add(call.fragment)
 
     def failed(self, merge: Merge, now: float) -> Called:
-        """The merge gave nothing usable: the same call once more, with new captures. Diverged if it never will."""
+        """The merge was unusable: repeat the call with new captures. Diverged after FAILED_MERGES in a row."""
         merge.call.failures += 1
         if merge.call.failures >= FAILED_MERGES:
             raise Diverged(
                 f"run {self.settings.run} has diverged: merging fragment {merge.call.fragment} gave values that are "
-                f"not finite {FAILED_MERGES} times in a row; what was good is saved; begin a new run (--init takes its "
-                "model along) with a lower --outer-lr or --outer-momentum"
+                f"not finite {FAILED_MERGES} times in a row; the last good state is saved; begin a new run (--init "
+                "continues from its model) with a lower --outer-lr or --outer-momentum"
             )
         return self._attempt_again(merge.call, now, merge.call.patience)
 
     def wire_calls(self) -> tuple[Call, ...]:
-        """Every open call as it is published, by slot."""
+        """All open calls as messages, by slot."""
         return tuple(self.wire_call(c) for c in sorted(self.calls.values(), key=lambda c: c.slot))
 
     def wire_call(self, call: OpenCall) -> Call:
@@ -321,14 +233,14 @@ class Rounds:
             received=tuple(sorted({name for name, _ in call.answers})),
         )  # fmt: skip
 
-    # --- inside ------------------------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------------------------
     def _settle(self, call: OpenCall, now: float) -> Iterator[Action]:
         counted = [a for _, a in sorted(call.answers.items()) if self.counts(a)]
         if len({a.who[0] for a in counted}) >= self.settings.quorum:
             if call.quorum_at is None:
                 self._quorum_met(call, now)
-            everybody = {m.who for m in self.members.awaited()} <= {a.who for a in counted}
-            if everybody or call.closes_at is None or now >= call.closes_at:
+            complete = {m.who for m in self.members.awaited()} <= {a.who for a in counted}
+            if complete or call.closes_at is None or now >= call.closes_at:
                 unreported = tuple(a for w, a in sorted(call.answers.items()) if a not in counted)
                 yield Merge(call, tuple(counted), unreported)
         elif self.state == "draining" and self._gives_up(now):
@@ -352,7 +264,7 @@ class Rounds:
         call.closes_at = now + grace
 
     def _attempt_again(self, call: OpenCall, now: float, patience: float) -> Called:
-        """Whatever was captured is too old by now: drop it and ask for new captures."""
+        """Drop the answers, which are too old, and request new captures."""
         call.attempt += 1
         call.attempt_at, call.patience = now, patience
         call.answers = {}
@@ -360,8 +272,9 @@ class Rounds:
         return Called(call)
 
     def attempt_seconds(self) -> float:
-        """H / P typical steps, but time enough for each awaited learner to reach a step boundary, and twice as long as
-        answers usually take. Otherwise each would find, where the way is long, that a newer attempt is asked for.
+        """Duration of an attempt: H / P typical steps, but enough for each awaited learner to reach a step boundary,
+        and twice the usual time of answers: on a slow path all answers would otherwise arrive after the next attempt
+        began.
         """
         typical = self.members.typical_step_seconds()
         slowest = max((m.step_seconds for m in self.members.awaited()), default=0.0)
@@ -369,7 +282,7 @@ class Rounds:
         return max(self.schedule.steps_between * typical, 2 * slowest, usual, 0.05) if typical else 1.0
 
     def _opens_at(self, now: float) -> float | None:
-        """When the next slot may open; None while something other than time stands in the way."""
+        """Time at which the next slot opens; None while it waits for anything but time."""
         typical = self.members.typical_step_seconds()
         if self.state != "running" or self.paused or typical <= 0 or self.may_answer() < self.settings.quorum:
             return None
@@ -404,10 +317,10 @@ class Rounds:
 
     def _drain(self, now: float) -> Iterator[Action]:
         waiting = [p for p in range(self.schedule.P) if p not in self._drained and p not in self.calls]
-        most = max(self.tau, most_calls(self.schedule.P, len(self.members.by_name)))  # what one beat can name
+        most = max(self.tau, most_calls(self.schedule.P, len(self.members.by_name)))  # the limit of one beat
         room = max(0, most - len(self.calls))
         if waiting and room and self._crowded:
-            self._drain_at = now  # these had to wait for room: they get as long as the first
+            self._drain_at = now  # calls that waited for room get as much time as the first ones
         self._crowded = len(waiting) > room
         for p in waiting[:room]:
             yield Called(self._open(p, self.settings.steps, now, drains=True))
@@ -439,7 +352,7 @@ class Rounds:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
-        """What a resumed run needs; open calls are not kept, they are called again."""
+        """State for a resumed run. Open calls are not kept; their slots are called again."""
         return {
             "slot": min([self.slot, *(c.slot for c in self.calls.values())]),
             "t": self.t,

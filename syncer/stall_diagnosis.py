@@ -10,7 +10,8 @@ from ..common.config import BEAT_SECONDS
 from ..common.silence import Repeats
 from .membership import Member
 from .rejections import Rejections
-from .rounds import OpenCall, Rounds, about_to_begin
+from .round_events import OpenCall
+from .rounds import Rounds, about_to_begin
 
 SURE_SECONDS = 5.0
 """Minimum duration of a cause that blocks every round: learners that are started together do not join together."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # the syncer reports events before it has loaded torch
     from .global_model import GlobalModel, MergeResult
     from .membership import Member
     from .metrics import RunMetrics
-    from .rounds import Merge, Rounds
+    from .round_events import Merge
+    from .rounds import Rounds
 
 REJECT_LOG_SECONDS = 1.0
 """Initial interval between log lines on the same rejection of the same learner; it doubles. All are counted."""

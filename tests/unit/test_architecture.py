@@ -128,3 +128,23 @@ def test_no_test_sleeps_where_it_could_wait_for_a_state() -> None:
             line = getattr(node, "lineno", 0)
             if is_sleep(node) and "this is the fault" not in lines[line - 1]:
                 raise AssertionError(f"{ids(path)}:{line} sleeps: use waiting.wait_for")
+
+
+def module_of(path: Path) -> str:
+    names = (NAME, *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    """Imports inside functions count as well: they would only hide a circle."""
+    modules = {module_of(path): path for path in sources()}
+
+    def needed(path: Path) -> set[str]:
+        found = {name for name, _ in imported(path)}
+        return {module for name in found for module in (name, name.rpartition(".")[0]) if module in modules}
+
+    left = {module: needed(path) - {module} for module, path in modules.items()}
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left == {}

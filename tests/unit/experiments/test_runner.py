@@ -32,7 +32,7 @@ from decoupled_diloco.simulator.real_training import TrainedModel, version_zero
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
 from decoupled_diloco.simulator.virtual_cluster import VirtualCluster
 from decoupled_diloco.simulator.virtual_run import cluster_of
-from decoupled_diloco.syncer.rounds import Merge
+from decoupled_diloco.syncer.round_events import Merge
 
 TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=4)
 OURS = Cell(name="ours", method="decoupled", steps=24, task=TASK, settings={"sync_every": 6, "fragments": 3})

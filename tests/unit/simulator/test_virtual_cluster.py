@@ -25,7 +25,7 @@ from decoupled_diloco.simulator.replay import replay_decisions
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
 from decoupled_diloco.simulator.virtual_cluster import NetworkPath, RunOutcome, VirtualCluster, VirtualMember, steady
 from decoupled_diloco.simulator.virtual_run import cluster_of, run
-from decoupled_diloco.syncer.rounds import Merge
+from decoupled_diloco.syncer.round_events import Merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples

@@ -7,7 +7,8 @@ from typing import Any
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.wire import MAX_COUNT, MAX_SECONDS, Alive
 from decoupled_diloco.syncer.membership import REMEMBERED, SILENCE_SECONDS, Membership
-from decoupled_diloco.syncer.rounds import Answer, Rounds
+from decoupled_diloco.syncer.round_events import Answer
+from decoupled_diloco.syncer.rounds import Rounds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

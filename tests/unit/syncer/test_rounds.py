@@ -13,7 +13,8 @@ from decoupled_diloco.common.wire import Alive
 from decoupled_diloco.syncer import rounds
 from decoupled_diloco.syncer.ledger import FORGOTTEN, Who
 from decoupled_diloco.syncer.membership import REMEMBERED, SILENCE_SECONDS
-from decoupled_diloco.syncer.rounds import Action, Answer, Called, Drained, Lost, Merge, Rounds, Unmet
+from decoupled_diloco.syncer.round_events import Action, Answer, Called, Drained, Lost, Merge, Unmet
+from decoupled_diloco.syncer.rounds import Rounds
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

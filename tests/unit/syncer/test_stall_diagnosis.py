@@ -12,7 +12,8 @@ from decoupled_diloco.common.wire import Alive
 from decoupled_diloco.monitor.status import RunStatus
 from decoupled_diloco.monitor.watch import PlainDisplay, line, table
 from decoupled_diloco.syncer.rejections import Rejections
-from decoupled_diloco.syncer.rounds import Answer, Merge, Rounds
+from decoupled_diloco.syncer.round_events import Answer, Merge
+from decoupled_diloco.syncer.rounds import Rounds
 from decoupled_diloco.syncer.stall_diagnosis import (
     LONGEST_REPEAT_SECONDS,
     NAMES,
