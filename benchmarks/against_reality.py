@@ -1,10 +1,10 @@
-"""The simulator held against a real run whose learners are killed at random: goodput and participation of both.
+"""Goodput and participation of the simulator against those of a real run whose learners are killed at random.
 
     python benchmarks/against_reality.py [--learners 2] [--steps 400] [--mean-life 25] [--seeds 3]
 
-A real `diloco up --tape` runs, and each of its learners is killed (kill -9) after times that a seed draws; `up` starts
-it again. From the tape the virtual cluster gets when each life began, at what pace it stepped, and when it ended, and
-nothing else. Figures of both stand side by side; a difference is in points (hundredths).
+A real `diloco up --tape` runs, and each of its learners is killed (kill -9) after times drawn from a seed; `up`
+restarts it. From the tape the virtual cluster gets only when each incarnation began, its step time, and when it ended.
+Prints the figures of both side by side; differences are in percentage points.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What int4's block size costs: held-out loss and bytes a parameter, for blocks of 32 to 512 values that share a scale.
+"""Cost of int4's block size: held-out loss and bytes per parameter, for blocks of 32 to 512 values that share a scale.
 
     python benchmarks/block_size.py [--seeds 3] [--jobs 2] [--out docs/results/block-size.jsonl]
 
-The block size is a constant of the wire format (ALIGN in common/fragments.py), so each size is tried in processes of
-its own, in which that constant was changed before anything else was loaded. M = 4, int4 both ways, T = 480, the model
-of the suites of `diloco compare`. About two minutes on two cores. `--out` keeps a row for each training, of which
-docs/results.md quotes the differences.
+The block size is a constant of the wire format (ALIGN in common/fragments.py), so each size runs in its own processes,
+in which that constant is changed before anything else is loaded. M = 4, int4 both ways, T = 480, the model
+of the suites of `diloco compare`. About two minutes on two cores. `--out` stores a row for each training;
+docs/results.md quotes their differences.
 """
 
 # ruff: noqa: PLC0415 what is imported must find the constant changed

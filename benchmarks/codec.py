@@ -1,10 +1,10 @@
-"""How fast the codec and the merge are on this machine, against a plain copy of the same vector.
+"""Speed of the codec and of the merge on this machine, relative to a plain copy of the same vector.
 
     python benchmarks/codec.py [--mib 16] [--threads 1] [--device cpu] [--learners 4]
 
-Prints GB/s of f32 values (4 bytes an element, whatever the payload's size), the best of several rounds, and the ratio
-to torch's own copy into memory that is already there. On one CPU thread the seconds are those of the thread, so that
-a machine with other work to do gives figures that mean something; otherwise those of the clock. Takes a few seconds.
+Prints GB/s of f32 values (4 bytes per element, whatever the payload's size), the best of several rounds, and the ratio
+to torch's own copy into allocated memory. On one CPU thread, seconds are the thread's CPU time, so that the figures are
+meaningful on a busy machine; otherwise wall time. Takes a few seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Containers: how soon do they train, how large is the broker's image, how long does a change of the code take?
+"""Containers: time until training starts, size of the broker's image, and rebuild time after a code change.
 
     python benchmarks/compose.py [--starts 3]
 
-Needs a Docker Engine with Compose v2. Projects, images and volumes that it makes are gone afterwards, but for the build
-cache. Seconds to the first merge are those from `docker compose up` with images that are built and nothing else there,
+Needs a Docker Engine with Compose v2. Removes the projects, images and volumes that it creates, but not the build
+cache. Seconds to the first merge count from `docker compose up`, with images built and nothing else running,
 to the first `merged` in the syncer's log; seconds of a stop are those of `docker compose stop` in mid-run.
 """
 

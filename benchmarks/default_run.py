@@ -1,9 +1,9 @@
-"""The default run, measured from outside: the figures of the README's table.
+"""Figures of the default run, measured from outside, for the README's table.
 
     python benchmarks/default_run.py [--runs 3] [--steps N] [-- options of diloco up]
 
-Prints medians over the runs: final loss, goodput, stall share, participation, uptime, bytes against the plan, the
-share of the wall time that broker and syncer compute, and seconds from `diloco up` to the first merge.
+Prints medians over the runs: final loss, goodput, stall share, participation, uptime, bytes relative to the plan,
+CPU time of broker and syncer as a share of the wall time, and seconds from `diloco up` to the first merge.
 """
 
 from __future__ import annotations

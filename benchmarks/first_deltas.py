@@ -1,10 +1,10 @@
-"""Fresh starts: does the first round of every run close with the first delta of every learner, and how soon?
+"""First round of fresh starts: whether it closes with the first delta of every learner, and how soon.
 
     python benchmarks/first_deltas.py [--starts 20] [-- options of diloco up]
 
-The quorum is every learner, so that a first round without one of the first deltas would not close; and an answer that
-the syncer did not list after a second would have been sent again (`resent`). Seconds are those from starting
-`diloco up`, with everything that a first start does, to the first merge.
+The quorum is all learners, so that the first round cannot close without each learner's first delta; an answer that
+the syncer did not list within a second would be sent again (`resent`). Seconds count from the start of
+`diloco up`, including everything that a first start does, to the first merge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One learner without a session: the mark for slowdown and for quality.
+"""One learner without a session: the baseline for slowdown and quality.
 
 A plain torch loop with the built-in model, text, batches and schedule, and nothing of the pipeline. Compare a learner's
 step time in `diloco up --json` with `step_seconds`, and `val_loss_last` with `val_loss`, at the same settings.

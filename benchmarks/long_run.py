@@ -1,8 +1,8 @@
-"""Is memory flat? A small model with fast steps over thousands of merges; resident memory of every process.
+"""Memory growth over a long run: resident memory of every process, with a small model and thousands of merges.
 
     python benchmarks/long_run.py [--merges 5000]
 
-Prints, for each process, MiB after a tenth of the run, in the middle and at the end, and the growth over the last half.
+Prints for each process MiB after a tenth of the run, halfway and at the end, and the growth over the last half.
 """
 
 from __future__ import annotations

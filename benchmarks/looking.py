@@ -1,10 +1,10 @@
-"""What a session's looking at model and optimizers costs an inner step.
+"""Cost per inner step of the session's checks of model and optimizers.
 
     .venv/bin/python benchmarks/looking.py [--tensors 100] [--seconds 5]
 
-Microseconds of the training thread a step, as medians of ten stretches: in a usual step, in one that looks at the
-whole model (once a second), and both together at 10 ms a step. The hook is what every optimizer step of the process
-pays, an unrelated model's as well.
+Prints microseconds of the training thread per step, as medians of ten stretches: in a usual step, in a step that checks
+the whole model (once a second), and both together at 10 ms per step. The hook is the cost that every optimizer step of
+the process pays, including those of unrelated models.
 """
 
 from __future__ import annotations

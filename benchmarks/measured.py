@@ -1,6 +1,6 @@
 """Runs `diloco up` as a user would and measures its processes from outside: CPU seconds, memory, milestones.
 
-Used by the other scripts here. Linux only: it reads /proc.
+Used by the other benchmarks. Linux only: it reads /proc.
 """
 
 from __future__ import annotations

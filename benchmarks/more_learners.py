@@ -1,9 +1,9 @@
-"""Does it help to have more learners? Final loss of 1, 2 and 4 learners on the same steps, paired by seed.
+"""Benefit of more learners: final loss of 1, 2 and 4 learners with the same steps, paired by seed.
 
     python benchmarks/more_learners.py [--seeds 3] [--learners 1 2 4] [--out FILE.jsonl] [-- options of diloco up]
 
 One learner is `diloco up --learners 1`: outer rate 1 without momentum and f32 both ways, so that the global model IS
-the learner's own. Results are appended to --out, and runs that stand there already are not repeated.
+the learner's own. Results are appended to --out, and runs that it already has are not repeated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the simulator costs: seconds of the whole Table 1, memory against chips, and where a training run's time goes.
+"""Cost of the simulator: seconds for the whole Table 1, memory by number of chips, and a training run's time profile.
 
     python benchmarks/simulator.py
 
-One core. The share of forward and backward passes is taken in a virtual run of the built-in model at its default size,
-and at the size of the suites of `diloco compare`.
+Uses one core. The share of forward and backward passes is measured in a virtual run of the built-in model, at its
+default size and at the size of the suites of `diloco compare`.
 """
 
 from __future__ import annotations

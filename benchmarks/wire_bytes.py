@@ -1,8 +1,8 @@
-"""Do the simulator's bytes agree with a real run's? What the sockets of one `diloco up` counted, beside what was said.
+"""Bytes of the simulator against a real run: what the sockets of one `diloco up` counted, beside the prediction.
 
     python benchmarks/wire_bytes.py [-- options of diloco up]
 
-The learner that brought version 0 sent it once more than the others: it is left out.
+The learner that sent version 0 sent the model once more than the others, so it is left out.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The evidence behind docs/results.md: methods, suites of comparisons and their analysis. Only `cli` imports it."""
+"""Experiments behind docs/results.md: training methods, comparison suites and analysis. Only `cli` imports them."""

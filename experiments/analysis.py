@@ -1,5 +1,5 @@
-"""What a suite's results show, as tables and pictures: paired by seed, the mean of the relative differences and its
-95 % interval. A function of the results alone.
+"""Statistical analysis of a suite's results, as Markdown tables and plots: relative loss differences paired by seed,
+their mean and its 95 % confidence interval. A pure function of the results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The suites that there are. `quick` shows in a minute that all of it works; the others are what the project's evidence
-is made of. Each one's question is what it `asks`; those that choose settings stand in tuning_suites.py.
+"""Catalogue of all comparison suites. `quick` checks in a minute that everything works; the others are the evidence of
+docs/results.md. Each suite's question is its field `asks`; suites that choose settings are in tuning_suites.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ways to train one model, each from the same seed to a global model that is judged: what a comparison is made of.
+"""Training methods that comparisons evaluate. Each trains one model from the same seed to a global model.
 
-All of them take the same inner step, data and schedule; a seed changes initial weights, data order and (where there
-are any) failures together. The reference methods are written here as plainly as they can be; what is compared with
-them is the production code in a virtual cluster.
+All methods use the same inner step, data and schedule; the seed determines initial weights, data order and failures
+together. The reference methods are deliberately simple implementations; they are compared with the production code in
+a virtual cluster.
 """
 
 from __future__ import annotations

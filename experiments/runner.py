@@ -1,7 +1,7 @@
-"""Comparisons: train every cell of a suite with every seed, and keep each result.
+"""Comparison runner: trains every cell of a suite with every seed and stores each result.
 
-Results stand in DIR/SUITE.jsonl, a line each, so that a suite that is broken off goes on where it was. What is said of
-them (analysis.py) is made from that file alone.
+Results are appended to DIR/SUITE.jsonl, one per line, so an interrupted suite resumes where it stopped. Tables and
+plots (analysis.py) are made from that file alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a suite is: a list of cells, which of them is held against which, and how such lists are made.
+"""Comparison suite types and builders: a suite is a list of cells and the contrasts between them.
 
-Those that there are stand in catalogue.py.
+The suites themselves are in catalogue.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Suites that choose settings, judged on held-out part A: rates, batch, outer step, adoption, cadence, and what else
-might close the gap to data-parallel.
+"""Tuning suites, which choose settings and are judged on held-out part A: learning rates, batch size, outer step,
+adoption, cadence, and what else might close the gap to data-parallel training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What comparisons try that is no setting of a run: what a run would lose, or gain, by another rule."""
+"""Ablations: variants of the algorithm that comparisons try and that are not settings of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What learners of a virtual cluster do: at what pace they step, when they die, and when they are back."""
+"""Availability of virtual learners: their step times, and when they join, die and return."""
 
 from __future__ import annotations
 

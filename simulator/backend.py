@@ -1,4 +1,4 @@
-"""What a virtual cluster moves: a real model that is trained, or only its counters and sizes."""
+"""Backend interfaces of a virtual cluster: a real model that is trained, or only its counters and sizes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How much network training takes: Gbit/s between sites, so that chips compute a given share of the time.
+"""Bandwidth model: the Gbit/s between sites at which chips compute a given share of the time.
 
-Two forms, which answer different questions. `published`: closed forms that reproduce the paper's Table 13 (a ring
-all-reduce among sites; its figures for the decoupled system behave like H = 100, whatever else the paper says of H).
-`this system`: what our own messages weigh, header for header, through our own broker, broadcast included.
+Two forms, which answer different questions. `published`: closed forms that reproduce arXiv 2604.21428, Table 13 (a ring
+all-reduce among sites; its figures for the decoupled system behave like H = 100, whatever the text says of H).
+`this system`: the size of our own messages, header for header, through our own broker, broadcast included.
 """
 
 from __future__ import annotations

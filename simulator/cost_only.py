@@ -1,4 +1,4 @@
-"""A virtual cluster's substance without a model: counters, intervals and sizes, for clusters of any size."""
+"""Cost-only backend of a virtual cluster: counters, intervals and sizes without a model, for clusters of any size."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How compute fails and comes back: one group of chips that trains in step, in virtual time (paper section 3.3).
+"""Failure model: failures and returns of one group of chips that steps together, in virtual time (arXiv 2604.21428,
+section 3.3).
 
-A group is what fails and resizes together: the whole cluster of a data-parallel run, or one learner of a decoupled
-one. Chips fail as a Poisson process of rate chips / MTBI (equation 4); a failed chip takes its whole slice away; the
-slice is back after an exponentiated-Weibull time. Losing slices and getting them back cost a fixed pause each. The
-paper names these mechanisms and not their figures; the defaults here are a fit to its Table 1.
+A group is the unit that fails and resizes: the whole cluster of a data-parallel run, or one learner of a decoupled run.
+Chips fail as a Poisson process of rate chips / MTBI (equation 4); a failed chip takes its whole slice down; the slice
+returns after an exponentiated-Weibull time. Losing slices and taking them back cost a fixed pause each. The paper
+names these mechanisms but not their parameters; the defaults here are fitted to its Table 1.
 """
 
 from __future__ import annotations

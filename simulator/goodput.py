@@ -1,7 +1,7 @@
-"""Goodput and uptime of a whole cluster under failures, without a model: three systems beside each other.
+"""Goodput and uptime of a whole cluster under failures, without a model, for three systems.
 
-goodput: share of the allocated time of all slices in which they made useful steps. uptime: share of time in which
-anybody did. (Paper section 3.3 and Table 1.)
+goodput: share of the allocated time of all slices spent in useful steps. uptime: share of the time in which at least
+one slice made useful steps. (arXiv 2604.21428, section 3.3 and Table 1.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A virtual cluster's substance that is real: production state and merge here, production sessions at the learners."""
+"""Real-training backend of a virtual cluster: production merges at the syncer, production sessions at the learners."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A tape, done again: the same decisions by the production round machine, and the same bits by training anew.
+"""Replay of a tape: repeats the decisions with the production round machine, and the training bit for bit.
 
-The syncer's tape says in which order answers came and what was decided; each learner's says at which of its steps it
-adopted what, and was captured for which call. So nothing has to wait and no clock is needed: each learner trains until
-the capture that a merge needs. (Paper section 7, appendix E.1.)
+The syncer's tape records the order of answers and the decisions; each learner's tape records at which of its steps it
+adopted which version and was captured for which call. So nothing waits and no clock is needed: each learner trains
+until the capture that a merge needs. (arXiv 2604.21428, section 7 and appendix E.1.)
 """
 
 from __future__ import annotations

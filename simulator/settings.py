@@ -1,4 +1,4 @@
-"""What is asked of the simulator: frozen, checked, and without anything heavy, so that `--help` need not wait."""
+"""Simulator settings: frozen and checked dataclasses. They import nothing heavy, so that `--help` is fast."""
 
 from __future__ import annotations
 

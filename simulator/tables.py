@@ -1,4 +1,4 @@
-"""The simulator's answers as tables for people. Text in, text out."""
+"""Text tables of the simulator's results."""
 
 from __future__ import annotations
 

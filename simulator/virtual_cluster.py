@@ -1,8 +1,8 @@
-"""A whole run in virtual time, in one process: learners, the way between, and the syncer's production parts.
+"""Virtual cluster: a whole run in virtual time, in one process, with virtual learners, network and syncer.
 
-Rounds, pace, ledger, merge, outer step and codec are the syncer's, sessions or books the learners' own; only what
-stands between them is virtual. Events happen in order of their time, and at the same time in the order in which they
-were arranged: the same seed gives the same run, tape and bits.
+Rounds, schedule, ledger, aggregation, outer step and codec are the syncer's production code; sessions or counters are
+the learners' own; only the network between them is virtual. Events happen in order of their time, and at equal times in
+the order in which they were scheduled: the same seed gives the same run, tape and bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A learner without a network: the built-in training loop and a production Session, whose messages are handed over
-in this process. Whoever drives it says what lies on its mailbox at each step boundary.
+"""Virtual learner: the built-in training loop and a production Session, without a network. Messages are handed over in
+this process; the caller fills its mailbox at each step boundary.
 """
 
 from __future__ import annotations

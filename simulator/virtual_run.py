@@ -1,4 +1,4 @@
-"""One virtual run from its plan: who takes part, what is trained, and what came of it."""
+"""Virtual run of a cluster plan: builds the learners and the backend, runs the cluster, and returns its figures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The built-in training: a byte-level transformer on text, in the way of a user's own script around a session."""
+"""The built-in training task: a byte-level transformer on text, written like a user's own script around a session."""

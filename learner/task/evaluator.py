@@ -1,7 +1,7 @@
-"""The evaluator's process: sees the public model as an observer and judges it on held-out text.
+"""Evaluator process: follows the public model as an observer and evaluates it on held-out text.
 
-It takes one thread and what the learners leave of the processor. Into the run's folder it writes text.json (what the
-text is, and how far models get that need no training) and evaluations.jsonl: one line an evaluation.
+It uses one thread, at the learners' leftover CPU time. It writes two files into the run's folder: text.json (facts
+about the text, and the losses of models that need no training) and evaluations.jsonl (one line per evaluation).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The built-in learner's loop: what anybody's training script looks like with a session, and nothing behind it."""
+"""Training loop of the built-in learner: uses only the public session API, as a user's own script would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in learner as a process: hears of a run at the broker's address, joins it, trains until it is over."""
+"""Built-in learner process: discovers a run at the broker's address, joins it, and trains until it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the built-in learner's and the evaluator's processes have in common."""
+"""Process startup shared by the built-in learner and the evaluator: stop signals, task settings, device check."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Text as bytes: what the built-in learner trains on, what is held out, and the windows drawn from both.
+"""Text corpus as bytes: the training text, its held-out parts, and the windows drawn from them.
 
-Without a path the text is the standard library's own .py files (about 10 MB, on every machine that runs this). It is
-split by the hash of the top-level module or package, so that near-copies do not straddle: about 5 % are part A, for
-choosing settings, 5 % part B, for reporting. A file or folder of your own is split by position instead: of each file
-the first 90 % train, then come A and B. A text too small to hold anything out is judged on itself, and says so.
+Without a path, the text is the standard library's own .py files (about 10 MB, available wherever this runs). It is
+split by the hash of the top-level module or package, so that near-copies fall into the same part: about 5 % are part A,
+for choosing settings, and 5 % part B, for reporting. A user's own file or folder is split by position instead: the
+first 90 % of each file are for training, then come A and B. A text too small to hold anything out is evaluated on
+itself, and the corpus says so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The built-in model: a decoder-only transformer over bytes, small enough to learn something on a laptop in a minute.
+"""Built-in model: a decoder-only transformer over bytes, small enough to learn something on a laptop in a minute.
 
 Pre-norm blocks of causal attention (rotary positions, normalised queries and keys, heads of 32 channels) and SwiGLU.
-One byte says little, so each position starts from the embeddings of its own byte and of the bytes just before it: a
-look-up that costs next to nothing and saves the first layers from having to learn bigrams and trigrams.
+A single byte carries little information, so each position starts from the embeddings of its own byte and of the bytes
+just before it: a cheap look-up that saves the first layers from having to learn bigrams and trigrams.
 """
 
 from __future__ import annotations
