@@ -157,7 +157,7 @@ class _Session:
             self._client = None
 
     def write(self, pending: PendingWrites, *, full: bool) -> list[str]:
-        """Write one transaction; returns the keys that had vanished since they were confirmed (and now restored)."""
+        """Write one transaction; returns the keys that had vanished since they were confirmed; they are restored."""
         batch = pending.take(full=full)
         try:
             if self._confirmed.events and not self._client.exists(self._keys.events):

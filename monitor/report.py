@@ -48,8 +48,8 @@ class Evaluation:
     """CPU time of this evaluation."""
 
     @property
-    def is_sound(self) -> bool:
-        """Each value is of its kind, which in a file that was changed by hand it may not be."""
+    def is_valid(self) -> bool:
+        """Whether each value has its type; in a file edited by hand it may not."""
         numbers, texts = (self.seconds, self.t, self.val_loss, self.cpu_seconds), (self.part, self.size)
         return all(isinstance(n, int | float) for n in numbers) and all(isinstance(text, str) for text in texts)
 
@@ -67,7 +67,7 @@ def _parsed(lines: Sequence[str]) -> Iterator[Evaluation]:
         try:
             row = json.loads(line)
             evaluation = Evaluation(**{name: value for name, value in row.items() if name in names})
-            if not evaluation.is_sound:
+            if not evaluation.is_valid:
                 raise TypeError
             yield evaluation
         except (ValueError, TypeError, AttributeError, RecursionError):

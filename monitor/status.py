@@ -23,7 +23,7 @@ NOTES = 3
 RATE_SECONDS = 15.0
 """Window over which tokens per second and the time left are averaged."""
 
-NO_STORE = (
+NO_REDIS = (
     "the step is that of the last checkpoint, because its syncer was not started by `diloco up`; "
     "to see more, start it with --redis URL and give the same URL here"
 )
@@ -54,7 +54,7 @@ class RunStatus:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     trouble: str = ""
-    """Why nothing new could be read, so that the other values are older; or what was left out of them."""
+    """Why nothing new could be read (the other values are then older), or which values were left out."""
 
     @property
     def live(self) -> list[str]:
@@ -130,7 +130,7 @@ class RunSource:
             stored = read_status(self._url, self.run)
         except DilocoError as error:
             return RunStatus(**{**vars(self._last), **local, "trouble": str(error)})
-        self._last = self._from_store(stored, local)
+        self._last = self._from_redis(stored, local)
         return self._last
 
     def _local(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class RunSource:
             "processes": run_map.get("processes", {}) if self._folder.is_up() else {},
         }
 
-    def _from_store(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> RunStatus:
+    def _from_redis(self, stored: Mapping[str, Any], local: Mapping[str, Any]) -> RunStatus:
         row, notes = stored["run"], stored["notes"]
         t, steps = _count(row, "step"), _count(row, "steps_total")
         learners = [
@@ -199,7 +199,7 @@ class RunSource:
             steps=summary.get("steps", self._folder.setup().settings.steps),
             summary=summary,
             learners=[{**row, "state": "left"} for row in summary.get("learners", [])],
-            trouble="" if "merges" in summary else NO_STORE if served else NO_SUMMARY.format(self._folder.name),
+            trouble="" if "merges" in summary else NO_REDIS if served else NO_SUMMARY.format(self._folder.name),
             **local,
         )
 

@@ -52,8 +52,8 @@ class Telemetry:
         if self._reports[key].due(now):
             self.warn("rejected", learner=learner, reason=reason, times=self.rejected[key], **fields)
 
-    def report_merge(self, state: GlobalModel, merge: Merge, merged: MergeResult, t: int, seconds: float) -> None:
-        fragment = state.plan.fragments[merge.call.fragment]
+    def report_merge(self, model: GlobalModel, merge: Merge, merged: MergeResult, t: int, seconds: float) -> None:
+        fragment = model.plan.fragments[merge.call.fragment]
         names = [a.who[0] for a in merge.answers]
         self.event(
             "merged", fragment=fragment.index, version=merged.version, slot=merge.call.slot, step=t,
@@ -66,11 +66,11 @@ class Telemetry:
             bytes=len(merged.payload), merged_at=round(time.time(), 3), parameters=fragment.parameters,
         )  # fmt: skip
 
-    def publish_fragments(self, state: GlobalModel, t: int) -> None:
+    def publish_fragments(self, model: GlobalModel, t: int) -> None:
         """All fragments, after a start or a resume."""
-        for f in state.plan.fragments:
+        for f in model.plan.fragments:
             self.registry.publish_fragment(
-                f.index, version=state.versions[f.index], step=t, contributors=0, tokens=0, delta_norm=0.0,
+                f.index, version=model.versions[f.index], step=t, contributors=0, tokens=0, delta_norm=0.0,
                 bytes=0, merged_at=0, parameters=f.parameters,
             )  # fmt: skip
 

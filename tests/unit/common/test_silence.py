@@ -1,4 +1,4 @@
-"""When a silence is said."""
+"""Reporting intervals of a silence."""
 
 from __future__ import annotations
 

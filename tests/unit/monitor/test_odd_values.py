@@ -1,4 +1,4 @@
-"""What stands in Redis or in a run's files need not be what a run writes: no command ends with a traceback for that."""
+"""Invalid values in Redis or in a run's files: no command ends with a traceback."""
 
 from __future__ import annotations
 

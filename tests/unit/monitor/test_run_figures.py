@@ -1,4 +1,4 @@
-"""Figures, and how they are shown."""
+"""Run figures, and how they are displayed."""
 
 from __future__ import annotations
 

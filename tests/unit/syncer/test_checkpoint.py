@@ -1,4 +1,4 @@
-"""What the syncer keeps on disk: seeded once, and each checkpoint complete or not there."""
+"""Checkpoints: version 0 is written once, and each checkpoint is complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints: the latest wins, and no failure stops the training."""
+"""Checkpoint writer: the latest snapshot wins, and no failure stops the training."""
 
 from __future__ import annotations
 

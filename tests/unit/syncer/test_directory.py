@@ -1,4 +1,4 @@
-"""The syncer's directory: one owner, epochs that only rise, any name, and found out at start if it is no good."""
+"""The syncer's directory: one owner, epochs that only increase, and errors at the start if it is unusable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose buffers the final model gets: one learner is asked, and another one if that one fails."""
+"""Final buffers: one learner is selected, and another one if it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which learners are awaited at the end of a run, and for how long."""
+"""Final confirmations: which learners are expected at the end of a run, and for how long."""
 
 from __future__ import annotations
 

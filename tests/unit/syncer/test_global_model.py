@@ -1,4 +1,4 @@
-"""The global model on the syncer: merges, what goes out, numbering, and the file that people load."""
+"""Global model: merges, payloads, version numbers, and the model file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books agree to the token."""
+"""Ledger: the counters agree to the token."""
 
 from __future__ import annotations
 

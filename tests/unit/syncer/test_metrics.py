@@ -1,4 +1,4 @@
-"""A run's seconds and its uptime, also where the syncer was away."""
+"""Run metrics: run time and uptime, also after the syncer was down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose messages are rejected again and again, and when that sender hears of it."""
+"""Repeated rejections, and when their sender is notified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a run does not move: the sentence, and when it is told."""
+"""Stall diagnosis: the sentences, and when they are reported."""
 
 from __future__ import annotations
 
