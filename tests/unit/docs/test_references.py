@@ -1,7 +1,8 @@
-"""What pages, docstrings and comments point at is there: files, links, commands, options, names and Redis keys."""
+"""What pages, docstrings and comments point at is there: files, tests, links, commands, options, names, Redis keys."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -116,6 +117,18 @@ def unknown_names(path: Path) -> Iterator[str]:
             yield name
 
 
+@cache
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def missing_tests(path: Path) -> Iterator[str]:
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", prose(path)):
+        if not (ROOT / file).exists() or name not in functions_of(ROOT / file):
+            yield f"{file}::{name}"
+
+
 def unknown_keys(path: Path) -> Iterator[str]:
     keys = RedisKeys("r")
     known = (keys.run, keys.learners, keys.fragments, keys.events, keys.epoch, keys.learner("n"), keys.fragment(0))
@@ -125,6 +138,10 @@ def unknown_keys(path: Path) -> Iterator[str]:
 
 def test_files_that_are_named_are_there() -> None:
     assert stale(missing_files, [*PAGES, *SOURCES]) == []
+
+
+def test_tests_that_are_named_are_there() -> None:
+    assert stale(missing_tests) == []
 
 
 def test_links_lead_somewhere() -> None:
