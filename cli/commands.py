@@ -194,10 +194,10 @@ def learner(context: click.Context, /, **options: Any) -> int:
     # OpenMP threads that spin while waiting take the cores from the other processes of this machine, and steps then
     # take many times as long. torch reads this variable when it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from ..learner.learner_name import called
+    from ..learner.learner_name import resolve_name
 
     config = from_options(
-        LearnerConfig, options | called(options["run"], options["name"] or None, options["key"], "learner")
+        LearnerConfig, options | resolve_name(options["run"], options["name"] or None, options["key"], "learner")
     )
     from ..learner.task.main import main as run_learner
 
@@ -228,9 +228,9 @@ def evaluator(context: click.Context, /, **options: Any) -> int:
 
     Example: diloco evaluator --broker tcp://HOST:5550 --eval-every 60
     """
-    from ..learner.learner_name import called
+    from ..learner.learner_name import resolve_name
 
-    own = called(options["run"], None, options["key"], "observer", "learner", otherwise="evaluator")
+    own = resolve_name(options["run"], None, options["key"], "observer", "learner", otherwise="evaluator")
     config = from_options(LearnerConfig, options | own)
     _open_log(context, "evaluator", config, data=options["data"], eval_every=options["eval_every"])
     os.nice(_EVALUATOR_NICENESS)  # before torch is loaded: that takes a second of CPU time, which the learners need

@@ -1,4 +1,4 @@
-"""What the training thread does to the model at a step boundary: adopt what waits, copy what is called for."""
+"""Step boundary: the training thread adopts the fragments that have arrived and captures those that are called for."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from .replica import Replica
 
 
 class ModelExchange:
-    """One learner's model between two step boundaries, with the books about it. Only the training thread uses it."""
+    """Exchange between one learner's model and the mailbox, with its counters. Only the training thread uses it."""
 
     def __init__(self, mailbox: Mailbox, joined: Joined, replica: Replica, counters: Counters) -> None:
         self.plan: Plan = joined.plan
         self.settings: RunSettings = joined.settings
         self.replica, self.counters = replica, counters
-        self.public: list[PublicFragment] = list(joined.whole)
-        """What was adopted last, by fragment: the anchors."""
+        self.public: list[PublicFragment] = list(joined.public)
+        """The public fragments that were adopted last: the anchors of the deltas."""
         self.reported: tuple[int, tuple[int, ...]] = (joined.epoch, ())
-        """(epoch, adopted versions under it), as Alive tells them."""
+        """(epoch, adopted versions under it), as Alive reports them."""
         self._mailbox = mailbox
         self._captures: dict[int, Capture] = {}
-        """The last capture of each fragment, where it is needed for a rebase."""
+        """The last capture of each fragment, kept where a rebase needs it."""
 
     def begin(self, joined: Joined, keep: Collection[str] = ()) -> list[str]:
         """Write the run's model into this one: the static values, except for the names in `keep`, and every fragment.
         Returns the names of the static tensors that held other values before.
         """
         replaced = self.replica.load_static(joined.static, keep)
-        self._take([Arrival(p, joined.epoch, public) for p, public in enumerate(joined.whole)], "overwrite")
+        self._take([Arrival(p, joined.epoch, public) for p, public in enumerate(joined.public)], "overwrite")
         return replaced
 
     def adopt(self, arrivals: Sequence[Arrival], *, reset: bool) -> None:
-        """Adopt what waits by the run's rule; with `reset` keep nothing of the learner's own."""
+        """Adopt the arrivals by the run's rule; with `reset` keep none of the learner's own progress."""
         if arrivals:
             self._take(arrivals, "overwrite" if reset else self.settings.adopt)
         if reset:
@@ -50,7 +50,7 @@ class ModelExchange:
         self.public = list(final)
 
     def answer(self, calls: Sequence[Call]) -> list[Call]:
-        """Copy the fragment of each call that may be answered now; these calls."""
+        """Capture the fragment of each call that may be answered now. Returns these calls."""
         wanted = [call for call in calls if self.counters.may_answer(call)]
         for call in wanted:
             self._capture(call)
@@ -65,7 +65,7 @@ class ModelExchange:
         self.reported = (epoch, self.counters.versions(epoch))
 
     def _write(self, arrival: Arrival, how: str) -> Counts | None:
-        """Write one fragment; the counters from which on the learner's own progress was kept, if it was."""
+        """Write one fragment. Returns the counters since which the learner's own progress was kept, if it was."""
         fragment, vector = self.plan.fragments[arrival.fragment], arrival.public.vector
         capture = self._captures.pop(arrival.fragment, None)
         if how == "rebase" and capture is not None and arrival.own == capture.until:

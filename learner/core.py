@@ -1,5 +1,5 @@
-"""What a learner (or observer) says and hears, from the first beat to its goodbye. No socket, no clock, no thread:
-messages and the time come in, messages go out, and what concerns the training thread goes to the mailbox.
+"""Protocol core of a learner or observer, from its first Hello to its goodbye. No socket, no clock, no thread: received
+messages and the time go in, messages to send come out, and what concerns the training thread goes into the mailbox.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from enum import Enum
 
-from ..common.codec import digest, model_hash
-from ..common.config import BEAT_SECONDS, SILENT_BEATS, LearnerConfig
-from ..common.errors import DilocoError, Malformed, Orphaned
+from ..common.codec import model_hash
+from ..common.config import LearnerConfig
+from ..common.errors import DilocoError, Malformed
 from ..common.log import get_logger
-from ..common.silence import FIRST_SECONDS, Silence
 from ..common.wire import (
     Beat,
     Buffers,
@@ -26,207 +25,196 @@ from ..common.wire import (
     Seed,
     Update,
     Welcome,
-    split,
 )
+from .departure import Departure
 from .discover import other_version
 from .identity import Identity
 from .join_protocol import Admitted, JoinRequest, SeedSender
 from .mailbox import Arrival, Capture, Joined, Mailbox
-from .outbox import LONGEST_RESEND_SECONDS, RESEND_SECONDS, EncodedDelta, Outbox, encode_answer
+from .outbox import EncodedDelta, Outbox, encode_answer
 from .public_model import PublicFragment, PublicModel
-from .status_messages import ByteCounts, alive, goodbye, orphaned
+from .status_messages import ByteCounts, alive
+from .syncer_contact import SyncerContact
 
 log = get_logger("learner")
 
 ALIVE_SECONDS = 1.0
-PAUSE_SECONDS = 2.0
-"""Between two ticks; more, and the process itself was not running."""
+"""Between two Alive messages."""
 FINAL_TRIES = 3
-"""So often the final model is fetched before a wrong hash is an error."""
-LEAVE_SECONDS = 5.0
-"""How long a learner that leaves in mid-run waits for its last answers to be taken."""
-BUFFERS_SECONDS = 30.0
-"""How long a learner that leaves after the end waits until the final model has the buffers of one learner."""
-HURRY_SECONDS = 1.0
-"""The same when it leaves because of an error or Ctrl-C."""
-
-
-ABSENT_SECONDS = 1.0
-"""The same when no broker listens."""
+"""Times that the final model is fetched before a wrong hash is an error."""
 
 
 class Phase(Enum):
-    ASKING = "asking"
+    JOINING = "joining"
     """Hello is repeated until a Welcome comes; at the start, and again under each new epoch."""
     FOLLOWING = "following"
     """Welcomed: the public model is fetched, then followed."""
     FINISHED = "finished"
-    """The run is over and its final model is here."""
+    """The run is over and this process holds its final model."""
 
 
 class LearnerCore:
     """One learner's side of the protocol."""
 
-    def __init__(self, config: LearnerConfig, me: Identity, mailbox: Mailbox, seeding: SeedSender) -> None:
-        self.config, self.me, self.mailbox, self.seeding = config, me, mailbox, seeding
-        self.admission = JoinRequest(me, mailbox, seeding)
-        self.phase = Phase.ASKING
+    def __init__(self, config: LearnerConfig, me: Identity, mailbox: Mailbox, seed_sender: SeedSender) -> None:
+        self.config, self.me, self.mailbox, self.seed_sender = config, me, mailbox, seed_sender
+        self.join_request = JoinRequest(me, mailbox, seed_sender)
+        self.phase = Phase.JOINING
         self.epoch = -1
-        self.follower: PublicModel | None = None
+        self.public_model: PublicModel | None = None
         """None until welcomed under this epoch."""
-        self.answers = Outbox(me)
+        self.outbox = Outbox(me)
         self.rejected: Counter[str] = Counter()
-        """Messages that were not what they said they are, by reason."""
+        """Received messages that were not valid, by reason."""
         self.over = False
-        """Nothing more is to be said; the link may close."""
+        """Nothing more is to be sent; the link may close."""
+        self._contact = SyncerContact(config, me, mailbox)
+        self._departure = Departure(me, mailbox, self._contact, self.outbox)
         self._bulk: deque[Delta | Seed | Buffers] = deque()
         self._admitted: Admitted | None = None
-        self._beat: Beat | None = None
-        self._beat_at = self._ticked_at = self._proven_at = 0.0
-        self._no_beat, self._no_way = Silence(), Silence()
-        self._bulk_heard = False
-        self._gathering = False
-        """The whole model is being fetched; it is handed over when all of it is here."""
-        self._announced = False
-        """The join was told that it is over."""
-        self._buffers_due, self._buffers_wait = 0.0, RESEND_SECONDS
-        """When the buffers are sent again if the syncer still asks, and how long after the last time that is."""
+        self._bulk_path_open = False
+        """A beat came on the bulk plane."""
+        self._fetching_all = False
+        """The whole model is being fetched; it is handed over once all of it is here."""
+        self._joined = False
+        """The mailbox has the result of the join."""
         self._mismatches = 0
         self._final_hash = ""
-        self._due: dict[str, float] = {}
-        self._member = False
-        """The syncer counts on us: whoever comes after the end, or only looks, reports nothing."""
-        self._leaving_since: float | None = None
+        self._alive_due = 0.0
+        self._has_reported_speed = self._has_reported_end = False
+        self._is_member = False
+        """The syncer counts on this process: an observer, or a learner that joined after the end, sends no Alive."""
 
-    # --- hearing -----------------------------------------------------------------------------------------------------
-    def heard(self, message: Message, plane: Plane, now: float) -> None:
-        """Take one message. What it should not contain is counted and told, and changes nothing."""
+    # --- receiving ---------------------------------------------------------------------------------------------------
+    def receive(self, message: Message, plane: Plane, now: float) -> None:
+        """Take one message. An invalid one is counted and logged, and changes nothing."""
         if message.run != self.me.run:
             return
         try:
             if isinstance(message, Beat):
-                self._heard_beat(message, plane, now)
+                self._on_beat(message, plane, now)
             elif isinstance(message, Welcome):
-                self._heard_welcome(message, now)
+                self._on_welcome(message, now)
             elif isinstance(message, Call):
-                self._heard_call(message, now)
-            elif isinstance(message, Update | Keyframe) and self.follower is not None:
-                self._heard_fragment(message, self.follower, now)
-        except Malformed as wrong:
-            self.malformed(wrong)
+                self._on_call(message, now)
+            elif isinstance(message, Update | Keyframe) and self.public_model is not None:
+                self._on_fragment(message, self.public_model, now)
+        except Malformed as error:
+            self.reject(error)
         except DilocoError as failure:
             self.mailbox.fail(failure)
 
-    def malformed(self, wrong: Malformed) -> None:
-        """Count a message that is not what it says; the 1st, 2nd, 4th, 8th is told, so that a flood fills no disk."""
-        self.rejected[wrong.reason] += 1
-        if self.rejected[wrong.reason].bit_count() == 1:
-            log.warning("rejected", reason=wrong.reason, detail=str(wrong)[:200], times=self.rejected[wrong.reason])
+    def reject(self, error: Malformed) -> None:
+        """Count an invalid message. Only the 1st, 2nd, 4th, 8th, ... is logged, so a flood cannot fill the disk."""
+        self.rejected[error.reason] += 1
+        if self.rejected[error.reason].bit_count() == 1:
+            log.warning("rejected", reason=error.reason, detail=str(error)[:200], times=self.rejected[error.reason])
 
-    def _heard_beat(self, beat: Beat, plane: Plane, now: float) -> None:
-        if plane is Plane.BULK:  # proves the path; what it says may be older than what the control plane said
-            self._bulk_heard = True
+    def _on_beat(self, beat: Beat, plane: Plane, now: float) -> None:
+        if plane is Plane.BULK:  # proves the path; its content may be older than that of the control plane
+            self._bulk_path_open = True
             return
         if beat.epoch < self.epoch:
             return
-        if self._no_beat.end():
-            log.info("syncer_heard_again", learner=self.me.name, seconds=round(now - self._beat_at, 1))
-        self._beat, self._beat_at = beat, now
-        self.mailbox.heard(beat, now)
+        self._contact.receive(beat, now)
+        self.mailbox.post_beat(beat, now)
         if self.phase is Phase.FINISHED:
-            self._give_buffers(beat, now)
-            return  # nothing can be better than the final model
+            if not self._bulk:
+                self._bulk.extend(self._departure.buffers(beat, now))
+            return  # nothing is newer than the final model
         if beat.epoch > self.epoch:
             self._enter_epoch(beat.epoch)
-        if self.follower is None:
+        if self.public_model is None:
             return
         if beat.state == "finished":
-            self.follower.want_final(beat.versions)
+            self.public_model.want_final(beat.versions)
             self._conclude()
             return
-        self.follower.heard_versions(beat.versions, now)
-        for answer in self.answers.heard_open(beat.calls, now):
+        self.public_model.note_versions(beat.versions, now)
+        for answer in self.outbox.update_open_calls(beat.calls, now):
             log.info("delta_resent", fragment=answer.call.fragment, slot=answer.call.slot)
             self._bulk.extend(answer.deltas)
-        self._show_calls()
+        self._publish_calls()
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Another syncer process serves the run, from its newest checkpoint: be welcomed again, fetch everything."""
+        """Another syncer process serves the run, from its newest checkpoint: join again, fetch everything."""
         if self.epoch >= 0:
             log.info("epoch_changed", epoch=epoch, before=self.epoch)
         self.epoch = epoch
-        self._ask_anew()
+        self._join_again()
 
-    def _ask_anew(self) -> None:
-        self.phase, self.follower = Phase.ASKING, None
-        self._forget_work()
-        self.admission.ask_anew()
+    def _join_again(self) -> None:
+        self.phase, self.public_model = Phase.JOINING, None
+        self._drop_work()
+        self.join_request.restart()
 
-    def _forget_work(self) -> None:
-        """Calls, answers, and what waits for the training thread are of no use any more."""
-        self.answers.drop()
+    def _drop_work(self) -> None:
+        """Drop calls, answers, and what waits for the training thread: all are obsolete."""
+        self.outbox.drop()
         self.mailbox.drop()
         self._bulk.clear()
 
-    def _heard_call(self, call: Call, now: float) -> None:
-        if call.epoch == self.epoch and self.follower is not None:
-            self.answers.heard_call(call)
-            self.follower.heard_version(call.fragment, call.version, now)
-            self._show_calls()
+    def _on_call(self, call: Call, now: float) -> None:
+        if call.epoch == self.epoch and self.public_model is not None:
+            self.outbox.add_call(call)
+            self.public_model.note_version(call.fragment, call.version, now)
+            self._publish_calls()
 
-    def _show_calls(self) -> None:
-        if self.me.role == "learner" and not self._gathering:
-            self.mailbox.open_calls(list(self.answers.calls.values()))
+    def _publish_calls(self) -> None:
+        if self.me.role == "learner" and not self._fetching_all:
+            self.mailbox.open_calls(list(self.outbox.calls.values()))
 
     # --- joining -----------------------------------------------------------------------------------------------------
-    def _heard_welcome(self, welcome: Welcome, now: float) -> None:
+    def _on_welcome(self, welcome: Welcome, now: float) -> None:
         if (welcome.name, welcome.incarnation) != self.me.pair or welcome.epoch != self.epoch:
             return
         if welcome.verdict == "notice":
-            sentence = f"the syncer rejects what {self.me.name} sends, again and again: {welcome.reason}"
+            sentence = f"the syncer repeatedly rejects messages of {self.me.name}: {welcome.reason}"
             log.warning("messages_rejected", learner=self.me.name, sentence=sentence)
-            if self.phase is Phase.ASKING:
-                self.mailbox.waits_for = f"its Hello to be taken ({welcome.reason})"
+            if self.phase is Phase.JOINING:
+                self.mailbox.waits_for = f"its Hello to be accepted ({welcome.reason})"
             return
         self.mailbox.progress_at = now
+        beat = self._contact.beat
         if welcome.verdict == "reset":
             if self.phase is Phase.FOLLOWING:
                 log.warning("reset_ordered", reason=welcome.reason)
                 self._reset()
         elif self.phase is Phase.FOLLOWING and welcome.verdict == "wait":
-            log.warning("forgotten", reason=welcome.reason)
-            self._ask_anew()
-        elif self._beat is not None and (self.phase is Phase.ASKING or welcome.verdict == "refused"):
-            admitted = self.admission.answered(welcome, self._beat)
+            log.warning("membership_lost", reason=welcome.reason)
+            self._join_again()
+        elif beat is not None and (self.phase is Phase.JOINING or welcome.verdict == "refused"):
+            admitted = self.join_request.receive(welcome, beat)
             if admitted is not None:
-                self._follow(admitted, self._beat, now)
+                self._follow(admitted, beat, now)
 
     def _follow(self, admitted: Admitted, beat: Beat, now: float) -> None:
         """Fetch the whole public model, and follow it from then on."""
         plan, self._admitted = admitted.plan, admitted
-        static_bytes = 0 if self._announced else plan.layout.static_bytes
-        self.follower = PublicModel(plan, admitted.settings.codec_down, self.epoch, static_bytes)
-        self.phase, self._gathering = Phase.FOLLOWING, True
-        self._due.pop("alive", None)
+        static_bytes = 0 if self._joined else plan.layout.static_bytes
+        self.public_model = PublicModel(plan, admitted.settings.codec_down, self.epoch, static_bytes)
+        self.phase, self._fetching_all = Phase.FOLLOWING, True
+        self._alive_due = 0.0
         self.mailbox.waits_for = "the public model"
-        self._member = self.me.role == "learner" and beat.state != "finished"
+        self._is_member = self.me.role == "learner" and beat.state != "finished"
         if beat.state == "finished":
-            self.follower.want_final(beat.versions)
+            self.public_model.want_final(beat.versions)
         else:
-            self.follower.heard_versions(beat.versions, now)
+            self.public_model.note_versions(beat.versions, now)
 
     # --- the public model --------------------------------------------------------------------------------------------
-    def _heard_fragment(self, message: Update | Keyframe, follower: PublicModel, now: float) -> None:
+    def _on_fragment(self, message: Update | Keyframe, public_model: PublicModel, now: float) -> None:
         self.mailbox.progress_at = now
         if isinstance(message, Update):
-            public = follower.take_update(message, now)
+            public = public_model.take_update(message, now)
         else:
-            public = follower.take_keyframe(message, now)
-        if self._gathering:
-            if follower.complete:
-                self._gathered(follower)
+            public = public_model.take_keyframe(message, now)
+        if self._fetching_all:
+            if public_model.complete:
+                self._complete_fetch(public_model)
         elif public is not None:
-            self.mailbox.whole = tuple(new or old for new, old in zip(follower.held, self.mailbox.whole, strict=True))
+            held = zip(public_model.held, self.mailbox.public, strict=True)
+            self.mailbox.public = tuple(new or old for new, old in held)
             self.mailbox.deliver([self._arrival(message.fragment, public)])
         self._conclude()
 
@@ -236,260 +224,169 @@ class LearnerCore:
             public = PublicFragment(public.version, public.vector.pin_memory(), public.digest, public.contributors)
         return Arrival(fragment, self.epoch, public, own)
 
-    def _gathered(self, follower: PublicModel) -> None:
-        """Every fragment is here: the join is over, or the model is handed over anew as a whole."""
-        whole = tuple(follower.whole())
-        self._gathering = False
+    def _complete_fetch(self, public_model: PublicModel) -> None:
+        """Every fragment is here: the join is complete, or the whole model is handed over again."""
+        fragments = tuple(public_model.fragments())
+        self._fetching_all = False
         self._conclude()
-        if self._gathering:
-            return  # the final model was not what its hash says: it is fetched again
-        self.mailbox.whole = whole
-        if self._announced:
-            self.mailbox.deliver([self._arrival(p, public) for p, public in enumerate(whole)], reset=True)
-        elif self._beat is not None and self._admitted is not None:
-            self._announced = True
-            self.mailbox.joined(
+        if self._fetching_all:
+            return  # the final model did not match its hash and is fetched again
+        self.mailbox.public = fragments
+        beat = self._contact.beat
+        if self._joined:
+            self.mailbox.deliver([self._arrival(p, public) for p, public in enumerate(fragments)], reset=True)
+        elif beat is not None and self._admitted is not None:
+            self._joined = True
+            self.mailbox.post_joined(
                 Joined(
-                    follower.plan, self._admitted.settings, self._admitted.task, self.epoch, self._beat.t, whole,
-                    follower.static or b"",
+                    public_model.plan, self._admitted.settings, self._admitted.task, self.epoch, beat.t, fragments,
+                    public_model.static or b"",
                 )
             )  # fmt: skip
-        self._show_calls()
+        self._publish_calls()
 
     def _reset(self) -> None:
-        """Take every fragment anew, and nothing of what this learner did since."""
-        if self.follower is not None:
-            self._forget_work()
-            self.follower.want_all()
-            self._gathering = True
+        """Fetch every fragment again, and keep nothing of what this learner has done since."""
+        if self.public_model is not None:
+            self._drop_work()
+            self.public_model.want_all()
+            self._fetching_all = True
 
     def _conclude(self) -> None:
-        """Once the run is over and every final fragment is here: compare the hash, tell the training thread."""
-        beat, follower = self._beat, self.follower
-        if self.phase is not Phase.FOLLOWING or beat is None or beat.state != "finished" or follower is None:
+        """Once the run is over and every final fragment is here: compare the hash, hand over the final model."""
+        beat, public_model = self._contact.beat, self.public_model
+        if self.phase is not Phase.FOLLOWING or beat is None or beat.state != "finished" or public_model is None:
             return
-        whole = follower.whole()
-        if not follower.complete or tuple(p.version for p in whole) != beat.versions:
+        fragments = public_model.fragments()
+        if not public_model.complete or tuple(p.version for p in fragments) != beat.versions:
             return
-        found = model_hash([public.vector for public in whole])
-        if found != beat.model_hash:
+        own_hash = model_hash([public.vector for public in fragments])
+        if own_hash != beat.model_hash:
             self._mismatches += 1
             if self._mismatches >= FINAL_TRIES:
                 raise DilocoError(
                     f"the final model of run {self.me.run} was fetched {FINAL_TRIES} times, and its hash "
-                    f"{found[:16]} is not the {beat.model_hash[:16]} that the syncer tells"
+                    f"{own_hash[:16]} is not the {beat.model_hash[:16]} that the syncer reports"
                 )
             self._reset()
             return
-        log.info("finished", model_hash=found[:16])
-        self.phase, self._final_hash = Phase.FINISHED, found
-        self._forget_work()
-        self.mailbox.whole = tuple(whole)
-        self.mailbox.finish(whole)
+        log.info("finished", model_hash=own_hash[:16])
+        self.phase, self._final_hash = Phase.FINISHED, own_hash
+        self._drop_work()
+        self.mailbox.public = tuple(fragments)
+        self.mailbox.finish(fragments)
 
-    # --- saying ------------------------------------------------------------------------------------------------------
+    # --- sending -----------------------------------------------------------------------------------------------------
     def tick(self, now: float, *, control_proven: bool, bulk_proven: bool, traffic: ByteCounts) -> Iterator[Message]:
-        """The control messages that are due. To be called often; one that cannot be sent comes again by itself."""
-        self._leave_out_pauses(now)
-        self._check_orphan(now)
-        self._say_silence(now, proven=control_proven and bulk_proven)
-        self._take_from_desk()
+        """The control messages that are due. Call it often; one that cannot be sent is due again later.
+
+        *_proven: whether the broker accepts messages on that plane.
+        """
+        self._contact.exclude_pause(now)
+        self._check_contact(now, proven=control_proven and bulk_proven)
+        self._take_from_mailbox()
+        is_learner = self.me.role == "learner" and self._admitted is not None
         if not control_proven:
-            self._leave_unheard(now)
+            self.over |= self._departure.gives_up(now, is_member=is_learner)
             return
-        if self.phase is Phase.ASKING:
+        if self.phase is Phase.JOINING:
             yield from self._hellos(now, bulk_proven=bulk_proven)
-        elif self.phase is Phase.FOLLOWING and self.follower is not None:
-            if self._member:
-                yield from self._alives(now, self.follower, traffic)
-            for request in self.follower.requests(now):
-                if not self._gathering:
+        elif self.phase is Phase.FOLLOWING and self.public_model is not None:
+            if self._is_member:
+                yield from self._alives(now, self.public_model, traffic)
+            for request in self.public_model.requests(now):
+                if not self._fetching_all:
                     log.info("gap", fragment=request.fragment, version=request.version, fetches=request.what)
                 yield Fetch(
                     run=self.me.run, name=self.me.name, incarnation=self.me.incarnation, epoch=self.epoch,
                     what=request.what, fragment=request.fragment, version=request.version, chunks=request.chunks,
                 )  # fmt: skip
-        for farewell in self._goodbyes(now):
-            if self._member and self.follower is not None and "last" not in self._due:
-                self._due["last"] = now  # its whole traffic and time, once
-                yield alive(self.me, self.epoch, self.mailbox.status, self.follower.held, traffic=traffic, now=now)
-            yield farewell
-
-    def _is_due(self, what: str, now: float, every_seconds: float) -> bool:
-        if now < self._due.get(what, now):
-            return False
-        self._due[what] = now + every_seconds
-        return True
-
-    def _leave_out_pauses(self, now: float) -> None:
-        """This process itself stood still (stopped, swapped out): what it did not hear meanwhile proves nothing."""
-        if self._ticked_at and now - self._ticked_at > PAUSE_SECONDS:
-            self._beat_at += now - self._ticked_at
-            self._proven_at += now - self._ticked_at
-        self._ticked_at = now
-
-    def _check_orphan(self, now: float) -> None:
-        limit, beat = self.config.orphan_timeout_seconds, self._beat
-        if self._announced and beat is not None and self.phase is not Phase.FINISHED and now - self._beat_at > limit:
-            self.mailbox.fail(Orphaned(orphaned(self.config, beat, now - self._beat_at, self.mailbox.refusal)))
-
-    def _say_silence(self, now: float, *, proven: bool) -> None:
-        """Log that no beat comes, or that the broker takes nothing: soon, seldom again, and when it is over."""
-        if proven or not self._announced:
-            if self._no_way.end():
-                log.info("broker_takes_again", learner=self.me.name, seconds=round(now - self._proven_at, 1))
-            self._proven_at = now
-        if not self._announced or self.phase is Phase.FINISHED or self.mailbox.leaving:
+        if not is_learner:
+            self.over |= bool(self.mailbox.leaving)
             return
-        if self._no_beat.report_due(now - self._beat_at):
-            log.warning("syncer_silent", learner=self.me.name, seconds=round(now - self._beat_at, 1),
-                        sentence=self._silence(now - self._beat_at))  # fmt: skip
-        elif now - self._beat_at < FIRST_SECONDS and self._no_way.report_due(now - self._proven_at):
-            seconds = now - self._proven_at
-            why = self.mailbox.refusal or "is a port of it blocked?"
-            sentence = (
-                f"beats of run {self.me.run} arrive, and the broker at {self.config.broker} has taken nothing of "
-                f"{self.me.name} for {seconds:.0f} s: {why}"
-            )
-            log.warning("broker_takes_nothing", learner=self.me.name, seconds=round(seconds, 1), sentence=sentence)
+        farewell = self._goodbye(now)
+        if farewell is None:
+            return
+        if self._is_member and self.public_model is not None and not self._has_reported_end:
+            self._has_reported_end = True  # its whole traffic and time, once
+            held = self.public_model.held
+            yield alive(self.me, self.epoch, self.mailbox.status, held, traffic=traffic, now=now)
+        yield farewell
 
-    def _silence(self, seconds: float) -> str:
-        why = f" ({self.mailbox.refusal})" if self.mailbox.refusal else ""
-        heard = f"no beat of run {self.me.run} has come from {self.config.broker} for {seconds:.0f} s{why}"
-        if self.me.role != "learner":
-            return f"{heard}; the model that is shown stays at its newest version, and follows once the syncer is heard"
-        limit = self.config.orphan_timeout_seconds
-        return (
-            f"{heard}; {self.me.name} trains on, sends once the syncer is heard, and saves and ends after {limit:g} s"
-        )
+    def _check_contact(self, now: float, *, proven: bool) -> None:
+        is_following = self._joined and self.phase is not Phase.FINISHED
+        if is_following and (orphan := self._contact.orphan_error(now)) is not None:
+            self.mailbox.fail(orphan)
+        if proven or not self._joined:
+            self._contact.note_proof(now)
+        if is_following and not self.mailbox.leaving:
+            self._contact.log_silence(now)
 
     def _hellos(self, now: float, *, bulk_proven: bool) -> Iterator[Message]:
-        if self._beat is None:
+        if self._contact.beat is None:
             self.mailbox.waits_for = "a beat of the syncer" + other_version(self.rejected)
-        elif not (bulk_proven and self._bulk_heard):
+        elif not (bulk_proven and self._bulk_path_open):
             self.mailbox.waits_for = "its path for bulk messages to be open"
         else:
-            yield from self.admission.hello(now)
+            yield from self.join_request.hello(now)
 
-    def _alives(self, now: float, follower: PublicModel, traffic: ByteCounts) -> Iterator[Message]:
+    def _alives(self, now: float, public_model: PublicModel, traffic: ByteCounts) -> Iterator[Message]:
         status = self.mailbox.status
-        if status is not None and status.step_seconds > 0 and "timed" not in self._due:
-            self._due["timed"] = self._due["alive"] = now  # the first call may be waiting for this figure
-        if self._is_due("alive", now, ALIVE_SECONDS):
-            yield alive(self.me, self.epoch, status, follower.held, traffic=traffic, now=now)
+        if status is not None and status.step_seconds > 0 and not self._has_reported_speed:
+            self._has_reported_speed, self._alive_due = True, now  # the first call may be waiting for this figure
+        if now >= self._alive_due:
+            self._alive_due = now + ALIVE_SECONDS
+            yield alive(self.me, self.epoch, status, public_model.held, traffic=traffic, now=now)
 
-    def _take_from_desk(self) -> None:
+    def _goodbye(self, now: float) -> Goodbye | None:
+        if self.phase is Phase.FINISHED:
+            return self._departure.after_the_end(self._final_hash, now)
+        return self._departure.in_mid_run(now, unsent=bool(self._bulk))
+
+    def _take_from_mailbox(self) -> None:
         if self.mailbox.take_reset_request() and self.phase is Phase.FOLLOWING:
             self._reset()
         for capture in self.mailbox.take_captures():
             try:
                 self._answer(capture)
-            except Malformed as wrong:
-                self.malformed(wrong)
+            except Malformed as error:
+                self.reject(error)
                 self.mailbox.report_nonfinite()
             finally:
                 self.mailbox.recycle(capture)
 
     def _answer(self, capture: Capture) -> None:
-        """Encode what was captured, keep it, and queue its chunks."""
-        if self._admitted is None or not self.answers.wanted(capture.call):
+        """Encode a capture, keep it, and queue its chunks."""
+        if self._admitted is None or not self.outbox.wanted(capture.call):
             return
         fragment = self._admitted.plan.fragments[capture.call.fragment]
         deltas = encode_answer(self.me, fragment, self._admitted.settings.codec_up, capture)
-        self.answers.keep(EncodedDelta(capture.call, deltas))
+        self.outbox.keep(EncodedDelta(capture.call, deltas))
         self._bulk.extend(deltas)
-        if "timed" not in self._due:  # the syncer does not know our pace yet, and so not that we can have done this
-            self._due.pop("alive", None)
+        if not self._has_reported_speed:  # the syncer does not know yet that this learner is fast enough to answer
+            self._alive_due = 0.0
 
     # --- bulk --------------------------------------------------------------------------------------------------------
     @property
     def busy(self) -> bool:
         """Bulk messages wait to be sent."""
-        return bool(self._bulk) or self.seeding.sending
+        return bool(self._bulk) or self.seed_sender.sending
 
     def next_bulk(self) -> Delta | Seed | Buffers | None:
-        """The next bulk message to send, or None. `sent` is to be told when it went out; `unsent` puts it back."""
+        """The next bulk message to send, or None. Report its fate by `sent`, or put it back by `unsent`."""
         while self._bulk:
             message = self._bulk.popleft()
-            if not isinstance(message, Delta) or self.answers.keeps(message.slot, message.attempt):
+            if not isinstance(message, Delta) or self.outbox.keeps(message.slot, message.attempt):
                 return message
-        return self.seeding.next()
+        return self.seed_sender.next()
 
     def unsent(self, message: Delta | Seed | Buffers) -> None:
         self._bulk.appendleft(message)
 
     def sent(self, message: Message, now: float) -> None:
         if isinstance(message, Delta) and message.chunk == message.chunks - 1:
-            self.answers.sent(message.slot, message.attempt, now)
+            self.outbox.sent(message.slot, message.attempt, now)
         elif isinstance(message, Seed | Buffers):
             self.mailbox.progress_at = now
         elif isinstance(message, Goodbye) and self.mailbox.leaving:
-            self.over = not self._buffers_wanted(now)
-
-    # --- leaving -----------------------------------------------------------------------------------------------------
-    def _goodbyes(self, now: float) -> Iterator[Message]:
-        """After the end of the run each second; else once, when the last answers were taken or the time is up."""
-        reason, status = self.mailbox.leaving, self.mailbox.status
-        if self.me.role != "learner" or self._admitted is None:
-            self.over |= bool(reason)
-        elif self.phase is Phase.FINISHED:
-            moved = self.mailbox.moved
-            news = moved is not None and bool(moved.count) and "moved" not in self._due
-            if news or self._is_due("goodbye", now, ALIVE_SECONDS) or (reason and not self._buffers_wanted(now)):
-                self._due |= {"moved": now} if news else {}
-                known = 0 if reason else None
-                yield goodbye(self.me, "finished", status, self._final_hash, known if moved is None else moved.count)
-        elif reason and (now >= self._leaves_by(now) or not self._awaited(reason)):
-            yield goodbye(self.me, reason, status, "")
-
-    def _give_buffers(self, beat: Beat, now: float) -> None:
-        """Queue what training has made of the static part, if the syncer asks this learner for it; again if it still
-        does some time later.
-        """
-        moved = self.mailbox.moved
-        if moved is None or beat.buffers_held or beat.buffer_source != self.me.pair or self._bulk:
-            return
-        if now < self._buffers_due:
-            return
-        self._buffers_wait = min(LONGEST_RESEND_SECONDS, 2 * self._buffers_wait)
-        self._buffers_due = now + self._buffers_wait
-        told, fragment = digest(moved.payload), len(beat.versions)
-        self._bulk.extend(
-            Buffers(
-                run=self.me.run, name=self.me.name, incarnation=self.me.incarnation, epoch=beat.epoch,
-                fragment=fragment, digest=told, **part,
-            )
-            for part in split(moved.payload)
-        )  # fmt: skip
-
-    def _buffers_wanted(self, now: float) -> bool:
-        """The syncer may still ask for this learner's buffers, so that it does not leave yet."""
-        moved, beat = self.mailbox.moved, self._beat
-        if moved is None or not moved.count or beat is None or (beat.state == "finished" and beat.buffers_held):
-            return False
-        self._leaving_since = now if self._leaving_since is None else self._leaving_since
-        heard = now - self._beat_at < SILENT_BEATS * BEAT_SECONDS
-        if heard and now - self._leaving_since < BUFFERS_SECONDS:
-            self.mailbox.progress_at = now
-            return True
-        if "not_taken" not in self._due:
-            self._due["not_taken"] = now
-            log.warning("buffers_not_taken", learner=self.me.name, tensors=moved.count)
-        return False
-
-    def _leave_unheard(self, now: float) -> None:
-        """No broker listens: a goodbye waits for one for a short while only."""
-        if self.mailbox.leaving and now >= self._leaves_by(now, ABSENT_SECONDS):
-            if self._admitted is not None and self.me.role == "learner":
-                log.warning("goodbye_not_sent", learner=self.me.name, answers_unconfirmed=self.answers.unconfirmed)
-            self.over = True
-
-    def _awaited(self, reason: str) -> bool:
-        """Something is still to be sent; or, without hurry, to be taken."""
-        return bool(self._bulk) or (reason == "left" and self.answers.unconfirmed > 0)
-
-    def _leaves_by(self, now: float, most_seconds: float = LEAVE_SECONDS) -> float:
-        if self._leaving_since is None:
-            self._leaving_since = now
-        patience = LEAVE_SECONDS if self.mailbox.leaving == "left" else HURRY_SECONDS
-        return self._leaving_since + min(patience, most_seconds)
+            self.over = not self._departure.awaits_buffers(now)

@@ -1,4 +1,7 @@
-"""A learner's books: what it has counted, what it adopted at which version, which calls it may answer. Pure."""
+"""Counters of a learner: inner steps and tokens, the adopted version of each fragment, and which calls it may answer.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..common.wire import Call
 
 @dataclass(frozen=True)
 class Counts:
-    """The learner's own cumulative counters at one moment."""
+    """Inner steps and tokens since join, at one moment."""
 
     steps: int = 0
     tokens: int = 0
@@ -18,21 +21,21 @@ class Counts:
 
 @dataclass
 class FragmentCounters:
-    """One fragment's page."""
+    """State of one fragment."""
 
     epoch: int = -1
     version: int = 0
     """Adopted, under `epoch`."""
     since: Counts = field(default_factory=Counts)
-    """Where the next delta's interval begins."""
+    """Start of the next delta's interval."""
     captured_steps: int = 0
     """The step counter at the last capture or adoption."""
     answered: tuple[int, int, int] = (-1, -1, -1)
-    """(epoch, slot, attempt) of the last call that was answered."""
+    """(epoch, slot, attempt) of the last answered call."""
 
 
 class Counters:
-    """Counters since join, and one account a fragment. Only the training thread touches it."""
+    """Counters since join, in total and for each fragment. Only the training thread uses it."""
 
     def __init__(self, me: tuple[str, int], fragments: int) -> None:
         self.me = me
@@ -40,18 +43,18 @@ class Counters:
         self.accounts = [FragmentCounters() for _ in range(fragments)]
 
     def count(self, tokens: int) -> None:
-        """One inner step was taken, on so many tokens."""
+        """One inner step was made, on `tokens` tokens."""
         self.now = Counts(self.now.steps + 1, self.now.tokens + tokens)
 
     def adopted(self, fragment: int, epoch: int, version: int, since: Counts | None = None) -> None:
-        """The fragment was written into the model; with `since`, progress from that capture on was kept."""
+        """The fragment was written into the model. With `since`, progress from that capture on was kept."""
         account = self.accounts[fragment]
         account.epoch, account.version = epoch, version
         account.since = self.now if since is None else since
         account.captured_steps = self.now.steps
 
     def may_answer(self, call: Call) -> bool:
-        """Whether a capture for this call is wanted now."""
+        """Whether to capture the fragment for this call now."""
         if call.fragment >= len(self.accounts):
             return False
         account = self.accounts[call.fragment]
@@ -60,18 +63,19 @@ class Counters:
             account.epoch == call.epoch
             and (call.epoch, call.slot, call.attempt) > account.answered
             and self.now.steps > account.captured_steps
-            and self.now.tokens > account.since.tokens  # merges are weighted by tokens: without any it has no weight
+            and self.now.tokens
+            > account.since.tokens  # merges are weighted by tokens, so without tokens it has no weight
             and 0 <= lag <= MAX_LAG
-            and not (lag and self.me in call.contributors)  # its own merged work would be measured once more
+            and not (lag and self.me in call.contributors)  # its own merged work would be counted twice
         )
 
     def captured(self, call: Call) -> tuple[Counts, Counts]:
-        """The fragment is captured for `call`: [from, to) of what the answer covers."""
+        """The fragment is captured for `call`. Returns the interval [from, to) that the answer covers."""
         account = self.accounts[call.fragment]
         account.answered = (call.epoch, call.slot, call.attempt)
         account.captured_steps = self.now.steps
         return account.since, self.now
 
     def versions(self, epoch: int) -> tuple[int, ...]:
-        """The adopted version of each fragment; 0 for one that was not adopted under this epoch yet."""
+        """The adopted version of each fragment; 0 for one not adopted under this epoch yet."""
         return tuple(a.version if a.epoch == epoch else 0 for a in self.accounts)

@@ -1,4 +1,4 @@
-"""Hearing which run is at an address, before anything else is known of it."""
+"""Run discovery: which run sends beats at a broker's address."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..common.wire import Beat, beat_topic
 log = get_logger("learner")
 
 LISTEN_SECONDS = 2.0
-"""How long is listened for runs, where the run is not named: two beats of each."""
+"""How long to listen if the run is not named: two beats of each run."""
 SINCE_FIRST_SECONDS = 1.2
-"""At least so long after the first beat: all runs on a broker that has just been reached are heard."""
+"""Minimum time to listen after the first beat, so that a broker reached late delivers a beat of every run."""
 SAY_SECONDS = 5.0
 
 
 def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Path | None = None) -> Beat:
-    """A beat of run `run`, or of the key's run, or of the only run that is heard at `address` (tcp://HOST:PORT) in 2 s.
+    """A beat of run `run`, or of the key's run, or of the only run with beats at `address` (tcp://HOST:PORT) in 2 s.
 
-    SettingError if several are heard (it lists them) or the key is another run's, PeerLost if none is heard within
-    `timeout_seconds`. Says every few seconds what it waits for.
+    Raises SettingError if there are several runs (it lists them) or the key is of another run, PeerLost without a beat
+    within `timeout_seconds`. Logs every few seconds what it waits for.
     """
     if run:
         check_name("--run", run)
@@ -51,7 +51,7 @@ def _listen(
     downlink: SubscribeSocket, address: str, run: str, timeout_seconds: float, key: Path | None
 ) -> dict[str, Beat]:
     start = time.monotonic()
-    until, said_at = start + timeout_seconds, start
+    until, logged_at = start + timeout_seconds, start
     heard: dict[str, Beat] = {}
     rejected = downlink.rejected
     while (now := time.monotonic()) < until:
@@ -65,17 +65,17 @@ def _listen(
                     until = max(start + LISTEN_SECONDS, now + SINCE_FIRST_SECONDS)
                 if message.run not in heard or message.epoch >= heard[message.run].epoch:
                     heard[message.run] = message
-        if not heard and now - said_at >= SAY_SECONDS:
-            said_at = now
+        if not heard and now - logged_at >= SAY_SECONDS:
+            logged_at = now
             log.info(
                 "waiting",
-                waits_for=_hindrance(downlink, address, key) or _missing(run) + other_version(rejected),
+                waits_for=_connection_problem(downlink, address, key) or _missing(run) + other_version(rejected),
                 address=address,
                 seconds=round(now - start),
             )
     if not heard:
-        if hindrance := _hindrance(downlink, address, key):
-            raise PeerLost(f"{hindrance}; nothing was heard for {timeout_seconds:g} s")
+        if problem := _connection_problem(downlink, address, key):
+            raise PeerLost(f"{problem}; nothing was heard for {timeout_seconds:g} s")
         raise PeerLost(
             f"{_missing(run)}{other_version(rejected)} was not heard at {address} for {timeout_seconds:g} s; "
             "are the broker and the syncer running, and is the address right?"
@@ -84,11 +84,11 @@ def _listen(
 
 
 def other_version(rejected: Counter[str]) -> str:
-    """A hint for whoever waits in vain, if what was heard is of another version of this package."""
+    """A hint for an error text, if messages of another version of this package were received."""
     return " (only one of another version is heard: install the same on both sides)" if rejected["protocol"] else ""
 
 
-def _hindrance(downlink: SubscribeSocket, address: str, key: Path | None) -> str:
+def _connection_problem(downlink: SubscribeSocket, address: str, key: Path | None) -> str:
     return refusal_of([downlink], address, key) or unresolved_of([downlink])
 
 

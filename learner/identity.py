@@ -1,4 +1,4 @@
-"""Who speaks, and for which model: what every message of a learner or observer begins with."""
+"""Identity of a learner or observer: run, name, incarnation and the layout of its model, as sent in its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .model_layout import Entry
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """One membership: a name, and a random incarnation that no other process or join has."""
+    """One membership: a name, and a random incarnation that is unique to this join."""
 
     run: str
     name: str
@@ -34,7 +34,7 @@ class Identity:
     host: str = ""
     pid: int = 0
     pin: bool = False
-    """Vectors for the training thread are laid into pinned memory."""
+    """Put vectors for the training thread into pinned memory."""
 
     @property
     def pair(self) -> tuple[str, int]:
@@ -45,7 +45,7 @@ class Identity:
         return pack_layout(self.layout)
 
     def hello(self) -> Hello:
-        """Says Hello once both uplinks are proven."""
+        """The Hello; sent once both uplinks are proven."""
         return Hello(
             run=self.run, name=self.name, incarnation=self.incarnation, role=self.role,
             fingerprint=self.layout.fingerprint, data_hash=self.data_hash, device=self.device, host=self.host,
@@ -54,12 +54,12 @@ class Identity:
 
 
 class Owner:
-    """The process that joined. os.fork() copies a session into another one (a DataLoader's workers are such processes),
-    where its thread does not run, and where nothing of it may act: sockets, tape and log are shared with the original.
+    """The process that joined. os.fork(), as for a DataLoader's workers, copies a session into another process. There
+    its network thread does not run, and the copy must not act: sockets, journal and log are shared with the original.
     """
 
     def __init__(self, what: str) -> None:
-        """what: who joined, for the sentence."""
+        """what: the member that joined, for the error."""
         self._what, self._pid = what, os.getpid()
 
     @property
@@ -67,26 +67,26 @@ class Owner:
         return os.getpid() == self._pid
 
     def check(self, call: str) -> None:
-        """DilocoError if `call` is made in another process."""
+        """Raise DilocoError if `call` is made in another process."""
         if not self.here:
             raise DilocoError(
-                f"{self._what}: {call} in process {os.getpid()}, a fork of process {self._pid}, which joined and alone "
-                "takes part; call it there, or join anew after the fork"
+                f"{self._what}: {call} in process {os.getpid()}, a fork of process {self._pid}, which joined; only "
+                "that process takes part. Call it there, or join again after the fork"
             )
 
 
 def layout_to_send(entries: Sequence[Entry]) -> Layout:
-    """The layout of the model in `entries`. SettingError if no Hello can carry it; asked before anything connects."""
+    """The layout of the model in `entries`. Raises SettingError if no Hello can carry it. Call before connecting."""
     layout = Layout(tuple(entry.spec() for entry in entries))
     try:
         packed = pack_layout(layout)
         unpack_layout(packed)
-    except (Malformed, ValueError, TypeError) as wrong:  # what msgpack cannot pack is no Malformed
+    except (Malformed, ValueError, TypeError) as wrong:  # msgpack raises the latter two
         raise SettingError(f"the model cannot take part in a run, which would not understand its {wrong}") from wrong
     if len(packed) > MESSAGE_BYTES - HEADER_BYTES:
         raise SettingError(
             f"names and shapes of the model's {len(layout.tensors)} tensors take {len(packed)} bytes, and a message "
-            f"carries {MESSAGE_BYTES - HEADER_BYTES}: give the modules shorter names, or put small tensors together"
+            f"carries {MESSAGE_BYTES - HEADER_BYTES}: give the modules shorter names, or combine small tensors"
         )
     return layout
 
@@ -94,7 +94,7 @@ def layout_to_send(entries: Sequence[Entry]) -> Layout:
 def identify(
     run: str, name: str, entries: Sequence[Entry], layout: Layout, *, data_hash: str = "", observer: bool = False
 ) -> Identity:
-    """Who this process is from now on, with the model in `entries`. SettingError if a Hello cannot say so."""
+    """The identity of this process, with the model in `entries`. Raises SettingError if no Hello can carry it."""
     device = next(entry.source.device for entry in entries if entry.kind == "trainable")
     me = Identity(
         run=run,
@@ -116,5 +116,5 @@ def identify(
 
 
 def _plain(text: str, most: int) -> str:
-    """For display only, so it must never be why a Hello is rejected: ASCII, of at most so many characters."""
+    """Printable ASCII of at most `most` characters: a display text must never be why a Hello is rejected."""
     return re.sub(r"[^ -~]", "?", text)[:most]

@@ -55,7 +55,7 @@ class SeedSender:
         """Another syncer process: it will choose anew."""
         self._messages, self._missing, self._repeats = None, (), 0
 
-    def asked(self, plan: Plan, missing: tuple[int, ...], epoch: int) -> bool:
+    def request(self, plan: Plan, missing: tuple[int, ...], epoch: int) -> bool:
         """The syncer lacks these parts; True if they are sent now, False if they may be on their way still.
 
         Malformed if this process has nothing to give.
@@ -109,24 +109,24 @@ class Admitted:
 class JoinRequest:
     """Asks to be let in, and gives version 0 if it is asked for that."""
 
-    def __init__(self, me: Identity, mailbox: Mailbox, seeding: SeedSender) -> None:
-        self.me, self.mailbox, self.seeding = me, mailbox, seeding
+    def __init__(self, me: Identity, mailbox: Mailbox, seed_sender: SeedSender) -> None:
+        self.me, self.mailbox, self.seed_sender = me, mailbox, seed_sender
         self.plan: Plan | None = None
         """The plan by which this process was let in; it stays the same under later epochs."""
         self._due = 0.0
 
-    def ask_anew(self) -> None:
+    def restart(self) -> None:
         """Another syncer process serves the run."""
-        self.seeding.drop()
+        self.seed_sender.drop()
         self._due = 0.0
 
     def hello(self, now: float) -> Iterator[Hello]:
         """The Hello, if it is due; seldom while version 0 is on its way."""
         if now >= self._due:
-            self._due = now + (2 * HELLO_SECONDS if self.seeding.chosen else HELLO_SECONDS)
+            self._due = now + (2 * HELLO_SECONDS if self.seed_sender.chosen else HELLO_SECONDS)
             yield self.me.hello()
 
-    def answered(self, welcome: Welcome, beat: Beat) -> Admitted | None:
+    def receive(self, welcome: Welcome, beat: Beat) -> Admitted | None:
         """Take the syncer's answer; what it says of the run once we are in. Refused if that will not be."""
         if welcome.verdict == "wait":
             self.mailbox.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
@@ -138,10 +138,10 @@ class JoinRequest:
             )
         elif welcome.verdict == "seed":
             self.mailbox.waits_for = "its version 0 to be stored by the syncer"
-            if self.seeding.asked(self._plan_of(welcome), welcome.missing, welcome.epoch):
+            if self.seed_sender.request(self._plan_of(welcome), welcome.missing, welcome.epoch):
                 log.info("seeding", parts=len(welcome.missing))
         elif welcome.verdict in ("welcome", "finished"):
-            self.seeding.drop()
+            self.seed_sender.drop()
             self.plan = self._plan_of(welcome)
             return self._admitted(self.plan, beat)
         return None

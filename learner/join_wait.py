@@ -1,4 +1,4 @@
-"""Waiting for a join: the one time that a training thread waits for anybody."""
+"""Waiting for a join: the only time that a training thread blocks on the network."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from ..common.auth_keys import Role
 from ..common.config import LearnerConfig
 from ..common.errors import PeerLost
 from ..common.log import get_logger
-from .core import HURRY_SECONDS
+from .departure import HURRY_SECONDS
 from .discover import SAY_SECONDS, discover
-from .learner_name import called
+from .learner_name import resolve_name
 from .link import Link
 from .mailbox import Joined, Mailbox
 
 log = get_logger("learner")
 
 LOOK_UP_SECONDS = 0.2
-"""How often a waiting join looks up, so that Ctrl-C is heard."""
+"""How often a waiting join wakes up, so that Ctrl-C takes effect."""
 
 
 def member(
     address: str, run: str, name: str | None, key: Path | str | None, roles: tuple[Role, ...], **more: Any
 ) -> LearnerConfig:
-    """The settings of one membership: run and name are the key's where they are not given, else the only run at
-    `address` and a name made from the machine's. SettingError, PeerLost.
+    """The configuration of one membership. Without `run` or `name` it uses the key's; without a key, the only run at
+    `address` and a name made from the host name. Raises SettingError, PeerLost.
     """
     file = None if key is None else Path(key)
-    own = called(run, name, file, *roles)
+    own = resolve_name(run, name, file, *roles)
     config = LearnerConfig(broker=address, key=file, name=own["name"], run=own["run"], **more)
     return config if config.run else replace(config, run=discover(address, "", config.join_timeout_seconds).run)
 
 
 def await_joined(link: Link) -> Joined:
-    """Start the link and wait until the public model is here. PeerLost if nothing moves for the join's time-out."""
+    """Start the link and wait for the public model. Raises PeerLost if nothing progresses for the join timeout."""
     config, mailbox = link.config, link.mailbox
     link.start()
-    start = said_at = time.monotonic()
+    start = logged_at = time.monotonic()
     try:
         while True:
             joined = mailbox.wait_joined(LOOK_UP_SECONDS)
@@ -50,8 +50,8 @@ def await_joined(link: Link) -> Joined:
                 return joined
             if now - mailbox.progress_at > config.join_timeout_seconds:
                 raise _lost(config, mailbox)
-            if now - said_at >= SAY_SECONDS:
-                said_at = now
+            if now - logged_at >= SAY_SECONDS:
+                logged_at = now
                 log.info(
                     "waiting",
                     waits_for=mailbox.refusal or mailbox.waits_for,

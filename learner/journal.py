@@ -1,4 +1,7 @@
-"""A learner's tape: what its model adopted at each step boundary, and how far its loop was told that the run is."""
+"""Event journal of a session: the fragments its model adopted at each step boundary, and the progress its loop read.
+
+The file is one of the run's tapes (docs/tapes.md).
+"""
 
 from __future__ import annotations
 
@@ -17,40 +20,40 @@ from .timing import Progress
 
 
 class LearnerJournal:
-    """What one session writes. Without a folder it writes nothing."""
+    """The journal of one session. Without a folder it writes nothing."""
 
     def __init__(self, writer: JournalWriter | None) -> None:
         self._writer = writer
-        self._told: float | None = None
+        self._progress: float | None = None
 
     @classmethod
     def of(cls, folder: Path | None, me: Identity, joined: Joined) -> LearnerJournal:
-        """The tape of a session that begins with what `joined` brought. SettingError if it cannot be written."""
+        """The journal of a session that begins with `joined`. Raises SettingError if it cannot be written."""
         if folder is None:
             return cls(None)
         return cls(
             JournalWriter(
                 folder, f"{me.name}-{me.incarnation}", of="learner", run=me.run, learner=me.name,
                 incarnation=me.incarnation, epoch=joined.epoch, t=joined.t,
-                versions=[public.version for public in joined.whole], fingerprint=me.layout.fingerprint,
+                versions=[public.version for public in joined.public], fingerprint=me.layout.fingerprint,
                 data_hash=me.data_hash, threads=torch.get_num_threads(), torch=torch.__version__,
             )
         )  # fmt: skip
 
-    def told(self, progress: Progress) -> Progress:
-        """The loop asked how far the run is: its learning rate may depend on that."""
-        self._told = progress.exact
+    def note_progress(self, progress: Progress) -> Progress:
+        """The loop reads the run's progress; its learning rate may depend on that."""
+        self._progress = progress.exact
         return progress
 
     def boundary(
         self, now: Counts, arrivals: Sequence[Arrival], *, reset: bool = False, answered: Sequence[Call] = ()
     ) -> None:
-        """After this step the model adopted `arrivals`, and then was captured for `answered`."""
+        """At this step boundary the model adopted `arrivals`, and then was captured for the calls `answered`."""
         if self._writer is None:
             return
         row: dict[str, Any] = {"steps": now.steps, "tokens": now.tokens}
-        if self._told is not None:
-            row["progress"], self._told = self._told, None
+        if self._progress is not None:
+            row["progress"], self._progress = self._progress, None
         if arrivals:
             row["adopted"] = [[a.fragment, a.epoch, a.public.version, int(a.own is not None)] for a in arrivals]
         if reset:

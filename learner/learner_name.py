@@ -1,4 +1,4 @@
-"""What a learner or observer is called, and which key says so. Loads no torch: it is settled before anything starts."""
+"""Name of a learner or observer, as given, from its key, or from the host name. Does not load torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NAME_CHARACTERS = 40
 
 
 def default_name(key: Key | None = None) -> str:
-    """The machine's name, made valid, and four random characters: replicas of one image get different ones.
+    """The host name, made valid, and four random characters, so that replicas of one image get different names.
 
-    With a key they follow the key's own name, as far as a name has room for them.
+    With a key, they follow the key's name as far as the length of a name permits.
     """
     host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:32].rstrip("-") or "learner"
     mark = secrets.token_hex(2)
@@ -28,10 +28,10 @@ def default_name(key: Key | None = None) -> str:
     return f"{key.name}-{f'{host}-{mark}' if host else mark[:room]}"
 
 
-def called(run: str, name: str | None, key: Path | None, *roles: Role, otherwise: str = "") -> dict[str, str]:
-    """`run` and `name` of a membership: what is given if the key in the file `key` allows it, else what the key says.
+def resolve_name(run: str, name: str | None, key: Path | None, *roles: Role, otherwise: str = "") -> dict[str, str]:
+    """`run` and `name` of a membership: as given, if the key in the file `key` permits them, else as in the key.
 
-    `otherwise`: the name where there is neither a name nor a key. SettingError, before anything connects.
+    otherwise: the name if neither a name nor a key is given. Raises SettingError, before anything connects.
     """
     held = held_key(key, *roles)
     made = default_name(held) if held is not None or not otherwise else otherwise

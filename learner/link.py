@@ -1,6 +1,7 @@
-"""The thread that owns a learner's four sockets: it moves messages between them and the conversation, and keeps time.
+"""Network thread of a learner or observer: owns its four sockets, passes messages between them and the protocol core,
+and supplies the time.
 
-It is a daemon: it never keeps a program alive. What it fails with, the session's next call raises.
+It is a daemon thread, so it never keeps a program alive. The session's next call raises any failure of it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import zmq
@@ -39,20 +41,41 @@ from .status_messages import ByteCounts
 log = get_logger("learner")
 
 UP_MESSAGES = 32
-"""Chunks that may wait in the bulk uplink; more wait, unencoded by the socket, in the conversation."""
+"""Most chunks that wait in the bulk uplink's socket; further ones wait in the core."""
 DOWN_MESSAGES = 256
-"""Chunks that may wait in the bulk downlink while the link's thread decodes: 16 fetched, the rest updates."""
-TURN_MS = 100
-"""The loop's longest sleep, and how exact its timers are."""
+"""Most chunks that wait in the bulk downlink while this thread decodes: 16 fetched ones, the rest updates."""
+POLL_MS = 100
+"""The loop's longest sleep, and the resolution of its timers."""
 BUSY_MS = 5
-"""The same while bulk messages wait for room in the socket, for which there is no event."""
+"""The same while bulk messages wait for room in the socket, which raises no event."""
 BATCH = 64
-"""Messages read from one plane before the other has its turn."""
+"""Most messages read from one plane before the other is read."""
 SEND_BATCH = 16
+"""Most bulk messages sent in one turn of the loop."""
+
+
+class SessionLink(Protocol):
+    """What a session requires of its connection to the run: a Link, or a simulator's substitute."""
+
+    config: LearnerConfig
+    me: Identity
+    mailbox: Mailbox
+
+    def wake(self) -> None:
+        """The training thread has put something into the mailbox."""
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and end."""
+
+    def abandon(self) -> None:
+        """End at once, without a goodbye."""
+
+    def join_thread(self, seconds: float) -> bool:
+        """Wait for the end, at most `seconds`; False if it has not come."""
 
 
 class Link:
-    """Connects, and keeps the public model and the syncer's calls flowing to the mailbox until it is told to leave."""
+    """Connects to the broker, and delivers the public model and the syncer's calls to the mailbox until it leaves."""
 
     def __init__(
         self,
@@ -61,7 +84,10 @@ class Link:
         mailbox: Mailbox,
         source: Callable[[Plan], SeedSource] | None = None,
     ) -> None:
-        """LimitReached if this process may not open its sockets or start its threads."""
+        """source: makes the model that version 0 is read from, for a learner that the syncer chooses to send it.
+
+        Raises LimitReached if this process may not open its sockets or start its threads.
+        """
         check_sockets(f"{me.role} {me.name}", 4, threads=2)
         self.config, self.me, self.mailbox = config, me, mailbox
         self._key = held_key(config.key)
@@ -78,11 +104,11 @@ class Link:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something lies on the mailbox."""
+        """Something waits in the mailbox."""
         self._waker.wake()
 
     def leave(self, reason: str) -> None:
-        """Say goodbye and end; `finished` waits for it. The first reason counts."""
+        """Say goodbye and end. The first reason counts."""
         self.mailbox.leaving = self.mailbox.leaving or reason
         self._waker.wake()
 
@@ -92,17 +118,17 @@ class Link:
         self._waker.wake()
 
     def join_thread(self, seconds: float) -> bool:
-        """Wait for the thread's end; False if it is still there."""
+        """Wait for the thread's end, at most `seconds`; False if it is still alive."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     # --- the thread --------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        """Serve until the end. However this thread ends, the training thread hears of it."""
+        """Serve until the end. However this thread ends, the mailbox reports it to the training thread."""
         try:
             one_thread_for_torch()
-            torch.set_flush_denormal(False)  # a thread inherits it, and the same bits are wanted everywhere
+            torch.set_flush_denormal(False)  # threads inherit it, and all processes must compute the same bits
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
             try:
                 self._serve(context)
@@ -112,29 +138,29 @@ class Link:
             self.mailbox.fail(failure)
         except BaseException as failure:
             reason = limit_of(failure)
-            told = DilocoError(
+            error = DilocoError(
                 f"the link of {self.me.name} to {self.address} failed: {type(failure).__name__}: {failure}"
                 + (f" ({reason})" if reason else "")
             )
-            told.__cause__ = failure
-            self.mailbox.fail(told)
+            error.__cause__ = failure
+            self.mailbox.fail(error)
             log.exception("link_failed")
         finally:
             if not (self.core.over or self._abandoned):  # the first failure counts
-                self.mailbox.fail(DilocoError(f"the thread of {self.me.name} that talks to {self.address} has ended"))
+                sentence = f"the network thread of {self.me.name}, connected to {self.address}, has ended"
+                self.mailbox.fail(DilocoError(sentence))
             self._waker.close()
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Open the sockets (they belong to this thread), go round, close them; what was sent goes out for a while."""
-        talk = self.core
+        """Open the sockets, loop, close them. Their linger time lets messages that were sent go out."""
         down = {
             Plane.CONTROL: SubscribeSocket(
                 context, self.address.control_out, hwm_messages=CONTROL_MESSAGES, key=self._key,
-                on_malformed=lambda _, wrong: talk.malformed(wrong),
+                on_malformed=lambda _, error: self.core.reject(error),
             ),
             Plane.BULK: SubscribeSocket(
                 context, self.address.bulk_out, hwm_messages=DOWN_MESSAGES, key=self._key,
-                on_malformed=lambda _, wrong: talk.malformed(wrong),
+                on_malformed=lambda _, error: self.core.reject(error),
             ),
         }  # fmt: skip
         up = {
@@ -148,27 +174,27 @@ class Link:
             poller.register(socket, zmq.POLLIN)
         self._subscribe(down)
         try:
-            while not talk.over and not self._abandoned:
-                poller.poll(BUSY_MS if talk.busy else TURN_MS)
+            while not self.core.over and not self._abandoned:
+                poller.poll(BUSY_MS if self.core.busy else POLL_MS)
                 self._waker.clear()
-                self._look([*down.values(), *up.values()])
-                self._hear(down)
-                self._say(up, down)
+                self._check_connections([*down.values(), *up.values()])
+                self._receive(down)
+                self._send(up, down)
         finally:
             for downlink in down.values():
                 downlink.close()
             for uplink in up.values():
                 uplink.close()
 
-    def _look(self, lines: list[BrokerConnection]) -> None:
-        """Note whether the broker refuses this learner or cannot be found, and say so when that changes."""
-        for line in lines:
-            line.look()
-        refusal = refusal_of(lines, self.config.broker, self.config.key)
-        hindrance = refusal or unresolved_of(lines)
-        if hindrance and hindrance != self.mailbox.refusal:
-            log.warning("broker_refuses" if refusal else "host_unresolved", learner=self.me.name, sentence=hindrance)
-        self.mailbox.refusal = hindrance
+    def _check_connections(self, connections: list[BrokerConnection]) -> None:
+        """Note whether the broker rejects this learner or cannot be found, and log it when that changes."""
+        for connection in connections:
+            connection.look()
+        refusal = refusal_of(connections, self.config.broker, self.config.key)
+        problem = refusal or unresolved_of(connections)
+        if problem and problem != self.mailbox.refusal:
+            log.warning("broker_refuses" if refusal else "host_unresolved", learner=self.me.name, sentence=problem)
+        self.mailbox.refusal = problem
 
     def _subscribe(self, down: dict[Plane, SubscribeSocket]) -> None:
         run = self.config.run
@@ -178,22 +204,24 @@ class Link:
         down[Plane.BULK].subscribe(beat_topic(run))
         down[Plane.BULK].subscribe(prefix(run, "fragment"))
 
-    def _hear(self, down: dict[Plane, SubscribeSocket]) -> None:
+    def _receive(self, down: dict[Plane, SubscribeSocket]) -> None:
         for plane, downlink in down.items():
             for _ in range(BATCH):
                 message = downlink.receive()
                 if message is None:
                     break
-                self.core.heard(message, plane, time.monotonic())
-        follower = self.core.follower
-        wants = follower is not None and follower.wants_keyframes  # others' are heard, and paid for, by who subscribes
+                self.core.receive(message, plane, time.monotonic())
+        model = self.core.public_model
+        wants = (
+            model is not None and model.wants_keyframes
+        )  # a subscriber receives all keyframes, also those for others
         if wants != self._wants_keyframes:
             self._wants_keyframes = wants
             change = down[Plane.BULK].subscribe if wants else down[Plane.BULK].unsubscribe
             change(prefix(self.config.run, "keyframe"))
 
-    def _say(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket]) -> None:
-        talk, now = self.core, time.monotonic()
+    def _send(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket]) -> None:
+        core, now = self.core, time.monotonic()
         for uplink in up.values():
             uplink.read_subscriptions()
         traffic = ByteCounts(
@@ -202,24 +230,24 @@ class Link:
             gaps=sum(d.gaps for d in down.values()),
         )
         proven = {"control_proven": up[Plane.CONTROL].proven, "bulk_proven": up[Plane.BULK].proven}
-        for message in talk.tick(now, **proven, traffic=traffic):
+        for message in core.tick(now, **proven, traffic=traffic):
             if up[Plane.CONTROL].send(message):
-                talk.sent(message, now)
+                core.sent(message, now)
         for _ in range(SEND_BATCH):
-            bulk = talk.next_bulk()
+            bulk = core.next_bulk()
             if bulk is None:
                 break
             if not up[Plane.BULK].send(bulk):
-                talk.unsent(bulk)
+                core.unsent(bulk)
                 break
-            talk.sent(bulk, time.monotonic())
+            core.sent(bulk, time.monotonic())
 
 
 def one_thread_for_torch() -> None:
-    """The calling thread's torch operations run on it alone, so that they do not compete with the training thread.
+    """Run the calling thread's torch operations on that thread alone, so that they do not compete with training.
 
-    OpenMP keeps this number per thread, but torch also notes it for threads that start later; so a thread that ends at
-    once notes the old number again.
+    OpenMP keeps this number per thread, but torch also records it for threads that start later. So a short-lived thread
+    sets the old number again.
     """
     others = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,6 +1,4 @@
-"""What the training thread and the link's thread lay down for one another. Every call is short; nobody waits here,
-except a join for its end.
-"""
+"""Mailbox between the training thread and the network thread. No call blocks, except `wait_joined`."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from ..common.fragments import Plan
 from ..common.wire import Beat, Call
 from .counters import Counts
 from .public_model import PublicFragment
-from .static_tensors import Moved
+from .static_tensors import StaticChanges
 from .timing import Progress, RunClock
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a welcome brought: all that a session must know before its first step."""
+    """Result of a join: everything a session needs before its first step."""
 
     plan: Plan
     settings: RunSettings
@@ -33,8 +31,10 @@ class Joined:
     epoch: int
     t: int
     """Global step at the welcome."""
-    whole: tuple[PublicFragment, ...]
+    public: tuple[PublicFragment, ...]
+    """The public model, by fragment."""
     static: bytes
+    """Values of the static tensors, in layout order."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Capture:
-    """A fragment as the training thread copied it, to be encoded and sent by the link."""
+    """Copy of a fragment, made by the training thread, to be encoded and sent by the network thread."""
 
     call: Call
     base_version: int
     public: Tensor
-    """The published vector that was adopted last: the delta is measured from it."""
+    """The public vector that was adopted last; the delta is the difference to it."""
     theta: Tensor
-    """Flat f32 host buffer, holes undefined."""
+    """Flat f32 host buffer; the contents of its holes are undefined."""
     since: Counts
     until: Counts
     ready: tuple[torch.cuda.Event, ...]
-    """To be waited for before `theta` is read."""
+    """Wait for these before reading `theta`."""
     reusable: bool
-    """The link gives the buffer back when it has encoded it."""
+    """The buffer is recycled once it is encoded."""
 
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """The training thread's own figures, for Alive."""
+    """Counters and timings of the training thread, for Alive."""
 
     counts: Counts = field(default_factory=Counts)
     step_seconds: float = 0.0
@@ -83,12 +83,12 @@ class TrainingStatus:
 
 @dataclass(frozen=True)
 class Boundary:
-    """All that waits for the training thread at a step boundary."""
+    """Everything that waits for the training thread at a step boundary."""
 
     arrivals: tuple[Arrival, ...]
     calls: tuple[Call, ...]
     reset: bool
-    """The arrivals are the whole model: everything of the learner's own is to be overwritten at once."""
+    """The arrivals are the whole model and overwrite all of the learner's own progress."""
     nonfinite: bool
     """A capture held values that are not finite."""
     final: tuple[PublicFragment, ...] | None
@@ -97,7 +97,10 @@ class Boundary:
 
 
 class Mailbox:
-    """Two trays. Methods above the line are the link's, below it the training thread's."""
+    """Two directions: the first group of methods is for the network thread, the second for the training thread.
+
+    Every public attribute is written by one thread only, as its docstring says.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -112,56 +115,63 @@ class Mailbox:
         self._spare: list[Tensor] = []
         self.status: TrainingStatus | None = None
         """Set by the training thread at each boundary; None before it has joined."""
-        self.moved: Moved | None = None
+        self.static_changes: StaticChanges | None = None
         """The static tensors that training has changed; set by the training thread once it holds the final model."""
-        self.whole: tuple[PublicFragment, ...] = ()
-        """The newest public model, set by the link."""
+        self.public: tuple[PublicFragment, ...] = ()
+        """The newest public model, by fragment; set by the network thread."""
         self.beat: Beat | None = None
+        """The newest beat; set by the network thread."""
         self.waits_for = "a connection to the broker"
-        """What a join is waiting for, in words."""
+        """What a join is waiting for, for log lines and errors; set by the network thread."""
         self.refusal = ""
-        """Why the broker takes no connection or cannot be found, in a sentence; '' while it does, or is not there."""
+        """Why the broker rejects the connection or cannot be found, as a sentence; '' if it does not, or is absent. Set
+        by the network thread.
+        """
         self.progress_at = 0.0
-        """When the join last came a step further."""
+        """When a join, or the sending of final buffers, last made progress; set by the network thread."""
         self.leaving = ""
-        """Why the session leaves; '' while it does not."""
+        """Why the session leaves; '' while it does not. Set by the training thread."""
 
-    # --- the link's side ---------------------------------------------------------------------------------------------
-    def joined(self, joined: Joined) -> None:
+    # --- for the network thread --------------------------------------------------------------------------------------
+    def post_joined(self, joined: Joined) -> None:
         with self._changed:
-            self._joined, self.whole = joined, joined.whole
+            self._joined, self.public = joined, joined.public
             self._changed.notify_all()
 
     def fail(self, failure: DilocoError) -> None:
-        """The link cannot go on; the session's next call raises `failure`."""
+        """The network thread cannot go on; the session's next call raises `failure`. The first failure counts."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
 
-    def heard(self, beat: Beat, now: float) -> None:
+    def post_beat(self, beat: Beat, now: float) -> None:
         with self._changed:
             self.beat = beat
-            self._clock.heard(beat, now)
+            self._clock.receive(beat, now)
 
     def deliver(self, arrivals: Sequence[Arrival], *, reset: bool = False) -> None:
+        """Fragments to adopt. With `reset` they are the whole model, and nothing of the learner's own is kept."""
         with self._changed:
             self._arrivals.update({arrival.fragment: arrival for arrival in arrivals})
             self._reset |= reset
 
     def open_calls(self, calls: Sequence[Call]) -> None:
+        """All calls that are open now."""
         self._calls = tuple(calls)
 
     def drop(self) -> None:
-        """Nothing that waits is of use any more (another epoch, a reset)."""
+        """Drop everything that waits: it is obsolete (another epoch, a reset)."""
         with self._changed:
             self._arrivals.clear()
             self._captures.clear()
             self._calls, self._reset = (), False
 
     def report_nonfinite(self) -> None:
+        """A capture held values that are not finite."""
         self._nonfinite = True
 
     def finish(self, final: Sequence[PublicFragment]) -> None:
+        """Hand over the final model."""
         with self._changed:
             self._final = tuple(final)
             self._changed.notify_all()
@@ -173,18 +183,18 @@ class Mailbox:
             return captures
 
     def recycle(self, capture: Capture) -> None:
-        """The capture's buffer may be written again."""
+        """The capture is encoded; its buffer may be used again."""
         if capture.reusable:
             self._spare.append(capture.theta)
 
     def take_reset_request(self) -> bool:
         with self._changed:
-            wish, self._wants_reset = self._wants_reset, False
-            return wish
+            wants_reset, self._wants_reset = self._wants_reset, False
+            return wants_reset
 
-    # --- the training thread's side ----------------------------------------------------------------------------------
+    # --- for the training thread -------------------------------------------------------------------------------------
     def wait_joined(self, seconds: float) -> Joined | None:
-        """What the welcome brought, or None after so many seconds. Raises what the link failed with."""
+        """The result of the join; None if it is not there after `seconds`. Raises the failure of the network thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._joined or self._failure, seconds)
             if self._failure is not None:
@@ -192,7 +202,7 @@ class Mailbox:
             return self._joined
 
     def boundary(self) -> Boundary:
-        """Take all that waits."""
+        """Take everything that waits."""
         with self._changed:
             taken = Boundary(
                 tuple(self._arrivals.values()),
@@ -212,7 +222,7 @@ class Mailbox:
 
     @property
     def final(self) -> bool:
-        """The final model is here."""
+        """The final model has arrived."""
         return self._final is not None
 
     def progress(self, now: float) -> Progress:
@@ -224,12 +234,12 @@ class Mailbox:
             self._captures.append(capture)
 
     def request_reset(self) -> None:
-        """Have every fragment fetched anew."""
+        """Have every fragment fetched again."""
         with self._changed:
             self._wants_reset = True
 
     def spare_buffer(self, length: int, keep: int) -> Tensor | None:
-        """A buffer of at least `length` elements that is free again; no more than `keep` stay in reserve."""
+        """A recycled buffer of at least `length` elements, or None. No more than `keep` others stay in reserve."""
         with self._changed:
             fitting = [i for i, buffer in enumerate(self._spare) if len(buffer) >= length]
             buffer = self._spare.pop(min(fitting, key=lambda i: len(self._spare[i]))) if fitting else None

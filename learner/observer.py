@@ -1,4 +1,4 @@
-"""Looking at a run without taking part: an observer hears and fetches the public model, and has no vote."""
+"""Observer of a live run: receives the public model without taking part in training."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ CLOSE_SECONDS = 3.0
 
 
 class Observer:
-    """The public model of a live run, kept up to date in a thread of its own.
+    """The public model of a live run, kept up to date by a network thread.
 
-        with Observer("tcp://HOST:5550", model) as seen:
-            versions = seen.load()      # now `model` holds the newest public weights
+        with Observer("tcp://HOST:5550", model) as observer:
+            versions = observer.load()      # now `model` holds the newest public weights
 
-    `model` must have the layout of the run's model; it is written by `load` alone. Raises in the making what `join`
-    raises: SettingError, Refused, PeerLost. `key`: a key file of role observer or learner, for a broker with keys.
+    address: tcp://HOST:PORT of the broker.
+    model: a module with the layout of the run's model. Only the constructor (static tensors) and `load` write it.
+    run, name: as of `join`. key: a key file of role observer or learner, for a broker that requires keys.
+    join_timeout_seconds: longest time without progress before PeerLost is raised.
+
+    The constructor blocks until the public model has arrived. It raises what `join` raises: SettingError, Refused,
+    PeerLost, LimitReached. Every other call raises the failure of the network thread, and DilocoError in a process that
+    was forked from this one.
     """
 
     @outside_inference_mode
@@ -63,42 +69,44 @@ class Observer:
 
     @property
     def beat(self) -> Beat:
-        """What the syncer told last. Raises what the link failed with."""
+        """The newest beat of the syncer."""
         self.check()
         if self._mailbox.beat is None:
-            raise DilocoError("no beat was heard")
+            raise DilocoError("no beat has been received")
         return self._mailbox.beat
 
     @property
     def progress(self) -> Progress:
+        """Progress of the run: `.step` of `.steps` global steps, `.fraction` from 0 to 1."""
         self._owner.check("progress")
         return self._mailbox.progress(time.monotonic())
 
     @property
     def finished(self) -> bool:
-        """The run is over, and what `load` writes is its final model."""
+        """The run is over, and `load` writes its final model."""
         return self._mailbox.final
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The newest version of each fragment that is here."""
-        return tuple(public.version for public in self._mailbox.whole)
+        """The newest version of each fragment that has arrived."""
+        return tuple(public.version for public in self._mailbox.public)
 
     def load(self) -> tuple[int, ...]:
-        """Write the newest public model into the model; the version of each fragment."""
+        """Write the newest public model into the model. Returns the version of each fragment."""
         self.check()
-        whole = self._mailbox.whole
-        self._replica.show([public.vector for public in whole])
-        return tuple(public.version for public in whole)
+        public = self._mailbox.public
+        self._replica.show([fragment.vector for fragment in public])
+        return tuple(fragment.version for fragment in public)
 
     def check(self) -> None:
-        """Raise what the link failed with, if it did; DilocoError in a process that was forked from this one."""
-        self._owner.check("a look at the run")
+        """Raise the failure of the network thread, if it has failed; DilocoError in a forked process."""
+        self._owner.check("a call of the observer")
         failure = self._mailbox.failure
         if failure is not None:
             raise failure
 
     def close(self) -> None:
+        """Disconnect; takes 3 s at most. Closing twice has no effect."""
         if not self._owner.here:
             return
         self._link.leave("left")

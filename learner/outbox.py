@@ -1,4 +1,4 @@
-"""What a learner has answered: each answer is kept, encoded, until its call closes, and sent again as it is. Pure."""
+"""Outbox of a learner: its encoded deltas, each kept until its call closes, and resent unchanged if needed. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .mailbox import Capture
 from .replica import anchor, close_holes
 
 RESEND_SECONDS = 1.0
-"""An answer that the syncer does not list so long after it was sent goes out again; doubled each time."""
+"""Wait before an answer that the syncer does not list as received is sent again; doubled each time."""
 LONGEST_RESEND_SECONDS = 16.0
 
 
 @dataclass
 class EncodedDelta:
-    """The chunks of one encoded delta, and when they last went out."""
+    """The chunks of one encoded delta, and when they were last sent."""
 
     call: Call
     deltas: list[Delta]
@@ -29,7 +29,7 @@ class EncodedDelta:
 
 
 def encode_answer(me: Identity, fragment: Fragment, codec: str, capture: Capture) -> list[Delta]:
-    """The chunks of the delta in a capture, once its copy has arrived. Malformed ("nonfinite") if a value is not."""
+    """Wait for the capture's copy, and encode its delta in chunks. Malformed ("nonfinite") if a value is not finite."""
     for event in capture.ready:
         event.synchronize()
     call, theta = capture.call, capture.theta[: fragment.length]
@@ -47,7 +47,7 @@ def encode_answer(me: Identity, fragment: Fragment, codec: str, capture: Capture
 
 
 class Outbox:
-    """Open calls under the newest epoch, and the answers that were given to them."""
+    """Open calls under the newest epoch, and the answers to them."""
 
     def __init__(self, me: Identity) -> None:
         self.name = me.name
@@ -55,13 +55,13 @@ class Outbox:
         """By slot."""
         self._kept: dict[int, EncodedDelta] = {}
 
-    def heard_call(self, call: Call) -> None:
+    def add_call(self, call: Call) -> None:
         known = self.calls.get(call.slot)
         if known is None or known.attempt <= call.attempt:
             self.calls[call.slot] = call
 
-    def heard_open(self, calls: Iterable[Call], now: float) -> Iterator[EncodedDelta]:
-        """All calls that are open, from a Beat; yields the answers that are to be sent again."""
+    def update_open_calls(self, calls: Iterable[Call], now: float) -> Iterator[EncodedDelta]:
+        """Take all open calls from a Beat. Yields the answers to send again."""
         self.calls = {call.slot: call for call in calls}
         for slot in [slot for slot in self._kept if not self._open(slot)]:
             del self._kept[slot]
@@ -73,26 +73,26 @@ class Outbox:
                 yield answer
 
     def wanted(self, call: Call) -> bool:
-        """The call is still open, in this attempt."""
+        """Whether the call is still open, in this attempt."""
         known = self.calls.get(call.slot)
         return known is not None and (known.epoch, known.attempt) == (call.epoch, call.attempt)
 
     def keep(self, answer: EncodedDelta) -> None:
-        """Keep an answer, in place of one to an earlier attempt."""
+        """Keep an answer; it replaces one to an earlier attempt."""
         self._kept[answer.call.slot] = answer
 
     def keeps(self, slot: int, attempt: int) -> bool:
-        """Whether the answer to this attempt is still of use."""
+        """Whether the answer to this attempt is still kept."""
         return slot in self._kept and self._kept[slot].call.attempt == attempt
 
     def sent(self, slot: int, attempt: int, now: float) -> None:
-        """The last chunk of this answer went out."""
+        """The last chunk of this answer was sent."""
         if self.keeps(slot, attempt):
             self._kept[slot].sent_at = now
 
     @property
     def unconfirmed(self) -> int:
-        """Answers that no Beat has listed as received while their calls are open."""
+        """Number of answers to open calls that no Beat has listed as received."""
         return sum(self.name not in self.calls[slot].received for slot in self._kept if slot in self.calls)
 
     def drop(self) -> None:

@@ -137,23 +137,23 @@ class PublicModel:
     def wants_keyframes(self) -> bool:
         return any(track.wants_keyframe for track in self._missing())
 
-    def whole(self) -> list[PublicFragment]:
+    def fragments(self) -> list[PublicFragment]:
         """All fragments; to be called when `complete`."""
         return [track.held for track in self._tracks if track.held is not None]
 
     # --- what is heard -----------------------------------------------------------------------------------------------
-    def heard_versions(self, versions: Sequence[int], now: float) -> None:
+    def note_versions(self, versions: Sequence[int], now: float) -> None:
         """The current version of each fragment, from a Beat."""
         if len(versions) == len(self._tracks):
             for track, version in zip(self._tracks, versions, strict=True):
-                self._heard(track, version, now)
+                self._note_version(track, version, now)
 
-    def heard_version(self, fragment: int, version: int, now: float) -> None:
+    def note_version(self, fragment: int, version: int, now: float) -> None:
         """The current version of one fragment, from a Call."""
         if fragment < len(self._tracks):
-            self._heard(self._tracks[fragment], version, now)
+            self._note_version(self._tracks[fragment], version, now)
 
-    def _heard(self, track: _Track, version: int, now: float) -> None:
+    def _note_version(self, track: _Track, version: int, now: float) -> None:
         if version > track.latest:
             if not track.behind:
                 track.quiet_since = now
@@ -189,7 +189,7 @@ class PublicModel:
         size = encoded_bytes(self.codec, fragment.length)
         if message.size != size:
             raise Malformed("size", f"{message.size} bytes where {size} belong")
-        self._heard(track, message.version, now)
+        self._note_version(track, message.version, now)
         if track.held is not None and message.base_version < track.held.version:
             return None
         incoming = track.updates.get(message.base_version)

@@ -1,6 +1,7 @@
-"""A training script's side of a run: join(), and the Session whose step() is called after each optimizer step.
+"""Public API of a training script: join(), and the Session whose step() is called after each optimizer step.
 
-The training thread counts, adopts what waits and copies what is called for. It waits for nobody.
+At each step boundary the training thread counts, adopts the fragments that have arrived, and copies those called for.
+It never waits for the network.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..common.config import LearnerConfig, RunSettings, TaskSettings
+from ..common.config import RunSettings, TaskSettings
 from ..common.errors import DilocoError, Diverged, Orphaned, SettingError
 from ..common.fragments import MergeKind, Plan
 from ..common.log import get_logger
 from ..common.wire import MAX_COUNT, Call
 from .boundary import ModelExchange
-from .core import HURRY_SECONDS, LEAVE_SECONDS
 from .counters import Counters
-from .identity import Identity, Owner, identify, layout_to_send
+from .departure import HURRY_SECONDS, LEAVE_SECONDS
+from .identity import Owner, identify, layout_to_send
 from .join_wait import await_joined, member
 from .journal import LearnerJournal
-from .link import Link
+from .link import Link, SessionLink
 from .mailbox import Boundary, Joined, Mailbox, TrainingStatus
 from .model_layout import Optimizers, as_list, inventory, live_buffers
 from .replica import Replica, outside_inference_mode
-from .static_tensors import Moved, StaticPart, own_statistics
+from .static_tensors import StaticChanges, StaticChecksums, own_statistics
 from .step_checks import StepChecks
 from .timing import Progress, StepTimer
 from .training_checks import AdoptionCheck, LossWatch, heal_moments, moments_of
@@ -38,35 +39,15 @@ from .training_checks import AdoptionCheck, LossWatch, heal_moments, moments_of
 log = get_logger("learner")
 
 RAMP_STEPS = 20
-"""Inner steps over which a joiner without optimizer moments raises its learning rate."""
+"""Inner steps over which a learner that joined without optimizer moments warms up its learning rate."""
 FORGIVEN_AFTER_STEPS = 100
-"""A learner that is not finite again within so many steps after a reset has diverged."""
+"""A learner that is not finite again within this many steps after a reset has diverged."""
 _REPLACED = (
-    "these frozen parameters and buffers held other values and now hold the run's; load what must stay this learner's "
-    "own, such as an EMA teacher, after join()"
+    "these frozen parameters and buffers held other values and now hold the run's; load values that only this learner "
+    "is to have, such as an EMA teacher, after join()"
 )
 GRACE_SECONDS = 3.0
-"""What closing may take beyond the waiting for answers: the sockets' linger time."""
-
-
-class SessionLink(Protocol):
-    """What a session needs of the way to its run: a Link, or a simulator's own."""
-
-    config: LearnerConfig
-    me: Identity
-    mailbox: Mailbox
-
-    def wake(self) -> None:
-        """Something lies on the mailbox."""
-
-    def leave(self, reason: str) -> None:
-        """Say goodbye and end."""
-
-    def abandon(self) -> None:
-        """End at once."""
-
-    def join_thread(self, seconds: float) -> bool:
-        """Wait for the end; False if it does not come."""
+"""Time that closing may take beyond the wait for answers: the sockets' linger time."""
 
 
 @outside_inference_mode
@@ -86,7 +67,9 @@ def join(
     directory: Path | str | None = None,
     tape: Path | str | None = None,
 ) -> Session:
-    """Join the run at `address` (tcp://HOST:PORT); afterwards the model holds the run's global weights.
+    """Join the run at `address` (tcp://HOST:PORT). On return the model holds the run's global weights.
+
+    Call it once, before the training loop, in the process that trains. It blocks until the model has arrived.
 
         with decoupled_diloco.join("tcp://10.0.0.5:5550", model, optimizer) as session:
             for inputs, targets in batches:
@@ -96,20 +79,23 @@ def join(
                     break
         # the model holds the final global weights
 
-    model: of at most 100,000 tensors.
-    optimizer: the optimizer, or several; each trainable parameter must be in their groups, and nothing else. One that
-    is made later for the same parameters is noticed. None = they are not looked at, and each call of step() is a step.
-    name: of this learner, [a-z0-9-]; None = the machine's name and four random characters, after the key's name.
-    run: which run; '' = the only one at the address.
+    model: the module to train, of at most 100,000 tensors.
+    optimizer: the optimizer, or a sequence of them. Each trainable parameter must be in their groups, and nothing else.
+        One that is made later for the same parameters is detected. None = optimizers are not watched, and each call of
+        step() counts as a step.
+    name: this learner's name, [a-z0-9-]; None = made from the key's name, the host name and four random characters.
+    run: the run's name; '' = the key's run, else the only one at the address.
     masters: parameter name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
-    merge: parameter name -> "rda" or "mean" where the default (mean for embeddings, rda for all else) is not wanted.
-    data_hash: sha256 of the data set, where the run compares it.
-    key: the key file, for a broker that asks for keys (see diloco keys new); it says which run as well.
-    directory: where parameters are saved if no beat is heard for `orphan_timeout_seconds`; None = the current one.
-    tape: folder into which an event tape of this learner is written (see docs/tapes.md); None = none is.
+    merge: parameter name -> "rda" or "mean", to override the default (mean for embeddings, rda for all others).
+    data_hash: SHA-256 of the data set, if the run compares it.
+    key: key file, for a broker that requires keys (see diloco keys new).
+    join_timeout_seconds: longest time without progress before PeerLost is raised.
+    orphan_timeout_seconds: longest time without a beat of the syncer; then step() saves the parameters and raises.
+    directory: folder in which step() saves the parameters then; None = the current one.
+    tape: folder in which an event tape of this learner is written (see docs/tapes.md); None = no tape.
 
-    Raises SettingError (an argument or the model is not as it must be), Refused (the run does not take this learner),
-    PeerLost (nobody answers for `join_timeout_seconds`).
+    Raises SettingError (an argument or the model is invalid), Refused (the run rejects this learner), PeerLost (no
+    broker or syncer answers for `join_timeout_seconds`), LimitReached (sockets or threads are exhausted).
     """
     entries = inventory(model, optimizer, masters, merge)
     layout = layout_to_send(entries)
@@ -128,16 +114,19 @@ def join(
         link.leave("failed")
         raise
     if live := live_buffers(entries):
-        sentence = "buffers are not merged: each learner has its own, and the final model gets those of one"
+        sentence = "buffers are not merged: each learner keeps its own, and the final model gets those of one learner"
         log.info("buffers_stay_local", buffers=len(live), first=live[0], sentence=sentence)
     return session
 
 
 class Session:
-    """One learner's membership in a run, from join() to close(). Everything here is called by the training thread."""
+    """One learner's membership in a run, from join() to close(). Made by join().
+
+    Call everything here from the training thread, in the process that joined; other processes get DilocoError.
+    """
 
     exchange_kind: type[ModelExchange] = ModelExchange
-    """How it adopts and captures; a simulator may put another rule in its place."""
+    """How fragments are adopted and captured; a simulator may override it."""
 
     def __init__(self, link: SessionLink, joined: Joined, replica: Replica, optimizer: Optimizers) -> None:
         self.name, self.incarnation, self.run = link.me.name, link.me.incarnation, link.me.run
@@ -145,10 +134,10 @@ class Session:
         self.settings: RunSettings = joined.settings
         self.task: TaskSettings | None = joined.task
         self.finished = False
-        """The run is over, and the model holds the final global weights."""
+        """bool: the run is over, and the model holds the final global weights."""
         self._owner = Owner(f"session of {self.name}")
         self._link, self._mailbox, self._replica = link, link.mailbox, replica
-        self._tape = LearnerJournal.of(link.config.tape, link.me, joined)
+        self._journal = LearnerJournal.of(link.config.tape, link.me, joined)
         self._counters = Counters(link.me.pair, joined.plan.P)
         self._exchange = self.exchange_kind(link.mailbox, joined, replica, self._counters)
         self._losses = LossWatch()
@@ -156,95 +145,104 @@ class Session:
         self._resetting = False
         self._reset_at: int | None = None
         self._closed = False
-        self._looking = False
+        self._swapped = False
         largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
-        self._stick: AdoptionCheck | None = AdoptionCheck(replica.source(largest))
+        adoption = AdoptionCheck(replica.source(largest))
         own = () if self._mailbox.final else own_statistics(replica)
         if own:
             log.info("statistics_kept", learner=self.name, buffers=len(own), first=own[0])
         if replaced := self._exchange.begin(joined, own):
             log.info("static_from_run", learner=self.name, tensors=len(replaced), first=replaced[0], sentence=_REPLACED)
-        self._static: StaticPart | None = None  # a learner of a finished run has trained nothing
+        self._static: StaticChecksums | None = None  # None: a learner that joins a finished run trains nothing
         if not self._mailbox.final:
-            self._static = StaticPart(self.plan.layout, replica.static_tensors())
-        self._checks = StepChecks(self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0)
-        waits = self._mailbox.boundary()  # what was merged since the welcome
-        if not self._conclude(waits):
-            self._adopt(waits)
-            self._tape.boundary(self._counters.now, waits.arrivals, reset=waits.reset)
-        self._stick.adopted()
+            self._static = StaticChecksums(self.plan.layout, replica.static_tensors())
+        self._checks = StepChecks(
+            self.name, replica, optimizer, time.monotonic(), in_mid_run=joined.t > 0, adoption=adoption
+        )
+        pending = self._mailbox.boundary()  # merges since the welcome
+        if not self._conclude(pending):
+            self._adopt(pending)
+            self._journal.boundary(self._counters.now, pending.arrivals, reset=pending.reset)
+        self._checks.first_adopted()
         self._checks.left()
-        self._pace = StepTimer(time.monotonic())
-        self._report()
+        self._timer = StepTimer(time.monotonic())
+        self._report_status()
 
-    # --- what a training loop calls ----------------------------------------------------------------------------------
+    # --- public ---------------------------------------------------------------------------------------------------
     @outside_inference_mode
     def step(self, tokens: int, loss: float | Tensor | None = None) -> bool:
-        """To be called after each optimizer step; False when the run is over, and then the model is the final one.
+        """Call after each optimizer step. Returns False once the run is over; then the model is the final one.
 
-        A call without an optimizer step since the last one (a micro-batch, a step that a gradient scaler skipped) is
-        none; the tokens of micro-batches are booked with the step that learns from them.
+        A call without an optimizer step since the last one (a micro-batch, or a step that a gradient scaler skipped)
+        does not count as a step; the tokens of micro-batches are counted with the step that learns from them.
 
-        tokens: how many this step was trained on. loss: the step's loss, if it is at hand (for the run's displays, and
-        to notice at once when it is not finite; a tensor on an accelerator is not waited for).
+        tokens: number of tokens (or samples) that this step was trained on, 0 or more.
+        loss: the step's loss, a float or a tensor of one element; None if not at hand. For the run's displays, and to
+            detect at once that it is not finite. A tensor on an accelerator is not waited for.
 
-        Raises SettingError (something was changed after join() that would train this learner alone), Diverged (loss or
-        parameters not finite, again after a reset), Orphaned (the syncer is gone for long; the parameters were saved),
-        DilocoError (the session is closed, its link failed, or this is another process).
+        Raises SettingError (an invalid argument, or a change after join() that only this learner would train), Diverged
+        (loss or parameters are not finite, again after a reset), Orphaned (no beat for the orphan timeout; the
+        parameters were saved), DilocoError (the session is closed, its network thread failed, or this is another
+        process).
         """
         self._owner.check("step()")
-        if self._closed or self._looking:
+        if self._closed or self._swapped:
             raise DilocoError(
-                f"session of {self.name}: step() after close(); join again to go on"
+                f"session of {self.name}: step() after close(); call join() again to continue"
                 if self._closed
                 else f"session of {self.name}: step() inside global_weights(); leave that block first"
             )
-        if self.finished:  # it was when this session joined, or the loop went on: what it has done since must not stay
+        if self.finished:  # at the join, or the loop went on: undo what it has trained since
             self._exchange.conclude(self._exchange.public)
             return False
         now = time.monotonic()
-        booked = self._checks.called(_tokens(tokens, self._counters.now.tokens + self._checks.pending_tokens), now)
-        self._pace.enter(now, stepped=booked is not None)
-        if booked is not None:
-            self._counters.count(booked)
-        waits = self._mailbox.boundary()
-        if waits.failure is not None:
-            self._fail(waits.failure)
-        fine, was_resetting = self._losses.take(loss) and not waits.nonfinite, self._resetting
-        if not self._conclude(waits):
-            if booked is not None:
-                self._check_stuck()
-            self._adopt(waits)
-            if not fine and not was_resetting:
-                self._not_finite()
-            self._report()
-            answered = self._answer(waits.calls)
-            if booked is not None or waits.arrivals or answered:
-                self._tape.boundary(self._counters.now, waits.arrivals, reset=waits.reset, answered=answered)
+        counted = self._checks.called(_tokens(tokens, self._counters.now.tokens + self._checks.pending_tokens), now)
+        self._timer.enter(now, stepped=counted is not None)
+        if counted is not None:
+            self._counters.count(counted)
+        pending = self._mailbox.boundary()
+        if pending.failure is not None:
+            self._fail(pending.failure)
+        finite, was_resetting = self._losses.take(loss) and not pending.nonfinite, self._resetting
+        if not self._conclude(pending):
+            if counted is not None:
+                self._checks.check_adoption()
+            self._adopt(pending)
+            if not finite and not was_resetting:
+                self._on_nonfinite()
+            self._report_status()
+            answered = self._answer(pending.calls)
+            if counted is not None or pending.arrivals or answered:
+                self._journal.boundary(self._counters.now, pending.arrivals, reset=pending.reset, answered=answered)
         self._checks.left()
-        self._pace.leave(time.monotonic())
+        self._timer.leave(time.monotonic())
         return not self.finished
 
     @property
     def progress(self) -> Progress:
-        """How far the run is: `.step` of `.steps` global steps, `.fraction` from 0 to 1, moving between beats too."""
+        """Progress of the run: `.step` of `.steps` global steps, `.fraction` from 0 to 1. Advances between beats, too.
+
+        Compute the learning rate from it, so that all learners follow one schedule.
+        """
         self._owner.check("progress")
-        self._checks.progress_asked()
-        return self._tape.told(self._mailbox.progress(time.monotonic()))
+        self._checks.progress_read()
+        return self._journal.note_progress(self._mailbox.progress(time.monotonic()))
 
     @property
     def ramp(self) -> float:
-        """From 0 to 1: what to multiply the learning rate by. Below 1 only in the first 20 steps of a learner that
-        joined in mid-run without optimizer moments.
+        """Factor from 0 to 1 for the learning rate. Below 1 only in the first 20 steps of a learner that joined in
+        mid-run without optimizer moments.
         """
         return min(1.0, (self._counters.now.steps + 1) / RAMP_STEPS) if self._without_moments else 1.0
 
     @property
     def local_steps(self) -> int:
+        """Inner steps since join()."""
         return self._counters.now.steps
 
     @property
     def tokens(self) -> int:
+        """Tokens that those steps were trained on."""
         return self._counters.now.tokens
 
     @property
@@ -254,59 +252,62 @@ class Session:
 
     @contextmanager
     def global_weights(self) -> Iterator[tuple[int, ...]]:
-        """Inside the block the model holds the newest public global weights; afterwards its own again, bit for bit.
+        """Context manager. In its block the model holds the newest public global weights, for an evaluation; afterwards
+        its own again, bit for bit. Yields the version of each fragment.
 
-        Gives the version of each fragment. Costs a second copy of the trainable parameters on their device. Time in
-        the block counts as neither training nor waiting.
+        Needs memory for a second copy of the trainable parameters on their device. The time in the block counts as
+        neither training nor waiting. Raises DilocoError inside such a block, after close(), and in another process.
         """
         self._owner.check("global_weights()")
-        if self._closed or self._looking:
+        if self._closed or self._swapped:
             raise DilocoError(
-                f"session of {self.name}: global_weights() {'twice' if self._looking else 'after close()'}"
+                f"session of {self.name}: global_weights() {'twice' if self._swapped else 'after close()'}"
             )
         entered = time.monotonic()
-        whole = self._mailbox.whole
+        public = self._mailbox.public
         kept = self._replica.keep_parameters()
-        self._looking = True
-        self._checks.before_looking()
+        self._swapped = True
+        self._checks.before_swap()
         shown = time.monotonic()
         try:
-            self._replica.show([public.vector for public in whole])
-            yield tuple(public.version for public in whole)
+            self._replica.show([fragment.vector for fragment in public])
+            yield tuple(fragment.version for fragment in public)
         finally:
-            if self._owner.here:  # a process that was forked inside the block may share the parameters' memory
+            if self._owner.here:  # a process forked inside the block may share the parameters' memory
                 hiding = time.monotonic()
                 self._replica.put_back(kept)
-                self._checks.after_looking()
-                self._looking = False
+                self._checks.after_swap()
+                self._swapped = False
                 left = time.monotonic()
-                self._pace.leave_out(left - entered, ours=shown - entered + left - hiding)
+                self._timer.leave_out(left - entered, ours=shown - entered + left - hiding)
 
     @outside_inference_mode
     def close(self, reason: str = "left") -> None:
-        """Leave the run. In mid-run open calls are answered once more; takes 5 s at most, and 2 s where nobody listens.
+        """Leave the run. Call it at the end, or use the session as a context manager.
 
-        reason: left, stopped, diverged or failed; anything but `left` is in a hurry. Closing twice is harmless, and so
-        is closing in a process that was forked from the one that joined: nothing happens there. After the end of a run
-        whose buffers were changed by training it also waits, 30 s at most, until the run has those of one learner.
+        reason: "left", "stopped", "diverged" or "failed". With "left" in mid-run, open calls are answered once more.
+        Takes 5 s at most, less for the other reasons, and 2 s if no broker answers. After the end of a run in which
+        training has changed buffers, it also waits, 30 s at most, until the syncer has those of one learner.
+
+        Closing twice has no effect, nor has closing in a process that was forked from the one that joined.
         """
         if self._closed or not self._owner.here:
             return
         self._closed = True
         self._checks.close()
         if reason == "left" and not self.finished:
-            waits = self._mailbox.boundary()
-            if waits.failure is None and waits.final is None:
-                self._tape.boundary(self._counters.now, (), answered=self._answer(waits.calls))
+            pending = self._mailbox.boundary()
+            if pending.failure is None and pending.final is None:
+                self._journal.boundary(self._counters.now, (), answered=self._answer(pending.calls))
         self._link.leave("finished" if self.finished else reason)
         patience = (LEAVE_SECONDS if reason == "left" and not self.finished else HURRY_SECONDS) + GRACE_SECONDS
-        began = self._mailbox.progress_at
+        progress_at = self._mailbox.progress_at
         while not self._link.join_thread(patience):
-            if self._mailbox.progress_at == began:
+            if self._mailbox.progress_at == progress_at:
                 self._link.abandon()
                 break
-            began = self._mailbox.progress_at  # its buffers are on their way
-        self._tape.close(finished=self.finished)
+            progress_at = self._mailbox.progress_at  # its buffers are being sent
+        self._journal.close(finished=self.finished)
         log.info("left", learner=self.name, reason="finished" if self.finished else reason,
                  local_steps=self.local_steps, tokens=self.tokens)  # fmt: skip
 
@@ -324,20 +325,20 @@ class Session:
             self.close("diverged" if isinstance(error, Diverged) else "failed")
 
     # --- at a step boundary ------------------------------------------------------------------------------------------
-    def _conclude(self, waits: Boundary) -> bool:
-        """Take the final model, if it is here: then True."""
-        if waits.final is not None:
-            self._exchange.conclude(waits.final)
+    def _conclude(self, pending: Boundary) -> bool:
+        """Take the final model, if it has arrived; whether it has."""
+        if pending.final is not None:
+            self._exchange.conclude(pending.final)
             self.finished = True
-            self._mailbox.moved = self._static.moved() if self._static is not None else Moved(0, b"")
+            self._mailbox.static_changes = self._static.changes() if self._static is not None else StaticChanges(0, b"")
             self._link.wake()
         return self.finished
 
-    def _adopt(self, waits: Boundary) -> None:
-        self._checks.adopting(waits.arrivals)
-        self._exchange.adopt(waits.arrivals, reset=waits.reset)
-        self._checks.adopted(waits.arrivals)
-        if waits.reset and self._resetting:
+    def _adopt(self, pending: Boundary) -> None:
+        self._checks.adopting(pending.arrivals)
+        self._exchange.adopt(pending.arrivals, reset=pending.reset)
+        self._checks.adopted(pending.arrivals)
+        if pending.reset and self._resetting:
             self._resetting, self._reset_at = False, self.local_steps
             healed = heal_moments(self._checks.optimizers.all)
             self._losses.forget_pending()
@@ -349,9 +350,9 @@ class Session:
             self._link.wake()
         return answered
 
-    # --- what may go wrong -------------------------------------------------------------------------------------------
-    def _not_finite(self) -> None:
-        """Have everything fetched anew, once; raise Diverged if that did not help for long."""
+    # --- failures ----------------------------------------------------------------------------------------------------
+    def _on_nonfinite(self) -> None:
+        """Request a reset from the global model; raise Diverged if the last one was only a short time ago."""
         now = self._counters.now.steps
         if self._reset_at is not None and now - self._reset_at <= FORGIVEN_AFTER_STEPS:
             raise Diverged(
@@ -363,24 +364,6 @@ class Session:
         self._mailbox.request_reset()
         self._link.wake()
 
-    def _check_stuck(self) -> None:
-        if self._stick is None:
-            return
-        verdict = self._stick.stepped()
-        first = self._checks.not_stepped()
-        if verdict is False or first:
-            raise SettingError(
-                f"{self.name}: what was adopted did not stay in the model: "
-                + (
-                    f"the optimizer does not step {first} any more"
-                    if first
-                    else "one step later the old values were back, so the optimizer steps tensors of its own"
-                )
-                + "; give join() those f32 tensors by name as masters"
-            )
-        if verdict is not None:
-            self._stick = None
-
     def _fail(self, failure: DilocoError) -> None:
         if isinstance(failure, Orphaned):
             path = (self._link.config.directory or Path()) / f"{self.run}-{self.name}-orphan.safetensors"
@@ -391,15 +374,15 @@ class Session:
             raise Orphaned(f"{failure}; its parameters are in {path}")
         raise failure
 
-    def _report(self) -> None:
-        pace = self._pace
+    def _report_status(self) -> None:
+        timer = self._timer
         self._mailbox.status = TrainingStatus(
             counts=self._counters.now,
-            step_seconds=pace.step_seconds,
-            last_step_at=pace.last_step_at,
-            inner_seconds=pace.inner_seconds,
-            session_seconds=pace.session_seconds,
-            started_at=pace.started_at,
+            step_seconds=timer.step_seconds,
+            last_step_at=timer.last_step_at,
+            inner_seconds=timer.inner_seconds,
+            session_seconds=timer.session_seconds,
+            started_at=timer.started_at,
             loss=self._losses.value,
             versions=self._exchange.reported[1],
             versions_epoch=self._exchange.reported[0],

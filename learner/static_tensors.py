@@ -1,4 +1,6 @@
-"""Frozen parameters and persistent buffers in a learner: which of them its training changes. The training thread's."""
+"""Static tensors of a learner (frozen parameters and persistent buffers): which of them its training changes, and which
+a joiner keeps. For the training thread.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +17,41 @@ from ..common.static_tensors import pack
 from .replica import Replica
 
 EXACT_BYTES = 2**20
-"""Up to so many bytes the checksum covers all of a tensor, on the host. Of a larger one it covers the sums of its rows,
-taken where it lies: a change that only swaps words of 8 bytes within a row is not seen.
+"""Up to this size the checksum covers all bytes of a tensor, on the host. For a larger one it covers the sums of its
+rows, computed on the tensor's device: a change that only swaps 8-byte words within a row is not detected.
 """
 ROW_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What training has made of the static part, as the learner offers it at the end of a run."""
+class StaticChanges:
+    """Static tensors that training has changed, as the learner offers them at the end of a run."""
 
     count: int
-    """Tensors."""
+    """Number of tensors."""
     payload: bytes
-    """As `common.static_tensors` has it."""
+    """Their values, packed by `common.static_tensors`."""
 
 
-class StaticPart:
-    """Remembers a checksum of each static tensor from when it is made: no copy is kept."""
+class StaticChecksums:
+    """Checksums of the static tensors as of the construction of this object. No copy is kept."""
 
     def __init__(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        """tensors: of `layout.static`, in its order."""
+        """tensors: those of `layout.static`, in its order."""
         self._layout, self._tensors = layout, tensors
         self._before = [_checksum(tensor) for tensor in tensors]
 
-    def moved(self) -> Moved:
-        """Copies of the tensors that hold other values than at first."""
+    def changes(self) -> StaticChanges:
+        """Copies of the tensors whose values have changed."""
         changed = [i for i, tensor in enumerate(self._tensors) if _checksum(tensor) != self._before[i]]
         values = {i: _octets(self._tensors[i]).cpu().numpy().tobytes() for i in changed}
-        return Moved(len(values), pack(self._layout, values))
+        return StaticChanges(len(values), pack(self._layout, values))
 
 
 @torch.no_grad()
 def _octets(tensor: Tensor) -> Tensor:
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return octets.clone() if octets.storage_offset() % 8 else octets  # only aligned ones can be summed in eights
+    return octets.clone() if octets.storage_offset() % 8 else octets  # only aligned bytes can be viewed as int64
 
 
 @torch.no_grad()
@@ -63,9 +65,9 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def own_statistics(replica: Replica) -> list[str]:
-    """Names of the running statistics that a joiner keeps: those of normalisation layers that have counted batches, and
-    go on. The run has none that are newer; those of a layer that has seen nothing, or is frozen in eval(), are the
-    run's.
+    """Names of the running statistics that a joiner keeps: those of normalization layers that have counted batches and
+    are in training mode, since the run has no newer ones. A layer that has counted nothing, or is frozen in eval(),
+    takes the run's.
     """
     name_of = {id(entry.tensor): entry.name for entry in replica.all_entries() if entry.kind == "buffer"}
     names = []

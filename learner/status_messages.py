@@ -1,7 +1,7 @@
-"""What a learner tells about itself: Alive each second, Goodbye at the end, and why it is an orphan. Pure.
+"""Status messages of a learner: Alive each second, Goodbye at the end, and the error text of an orphan. Pure.
 
-A message with one figure out of range is rejected as a whole, and its sender is then taken for lost. So every figure is
-brought into its range here, whatever a script, a clock or a machine made of it.
+A message with one figure out of range is rejected as a whole, and its sender is then considered lost. So every figure
+is clamped to its range here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .public_model import PublicFragment
 
 @dataclass(frozen=True)
 class ByteCounts:
-    """What the sockets counted so far."""
+    """Byte counts and gaps of the sockets so far."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -36,7 +36,7 @@ def alive(
     traffic: ByteCounts,
     now: float,
 ) -> Alive:
-    """The learner's own figures. status: None while it has not joined yet; held: public fragments under `epoch`."""
+    """Alive with the learner's figures. status: None before it has joined. held: public fragments under `epoch`."""
     own = status or TrainingStatus(versions=(0,) * len(held), versions_epoch=epoch, last_step_at=now, started_at=now)
     whole = [public for public in held if public is not None]
     whole = whole if len(whole) == len(held) else []
@@ -54,7 +54,7 @@ def alive(
 def goodbye(
     me: Identity, reason: str, status: TrainingStatus | None, model_hash: str, buffers: int | None = 0
 ) -> Goodbye:
-    """The last counters. A reason that the protocol does not have is sent as `stopped`."""
+    """Goodbye with the last counters. A reason unknown to the protocol is sent as `stopped`."""
     counts = status.counts if status is not None else Counts()
     return Goodbye(
         run=me.run, name=me.name, incarnation=me.incarnation, model_hash=model_hash,
@@ -64,8 +64,8 @@ def goodbye(
 
 
 def orphaned(config: LearnerConfig, beat: Beat, silent_seconds: float, refusal: str = "") -> str:
-    """Why a learner that has heard nothing since `beat` stops and, where the run has probably finished meanwhile, how
-    to get the final model.
+    """Error text of a learner that stops because nothing came since `beat`; if the run has probably finished meanwhile,
+    it says how to get the final model.
     """
     sentence = f"{config.name} heard no beat of run {beat.run} for {config.orphan_timeout_seconds:g} s"
     if refusal:
@@ -85,13 +85,13 @@ def _count(value: int) -> int:
 
 
 def _seconds(value: float) -> float:
-    """0 for what is no number of seconds: a clock that went back, or nothing finite."""
+    """0 for an invalid duration: negative, because a clock went back, or not finite."""
     value = float(value)
     return min(max(value, 0.0), MAX_SECONDS) if math.isfinite(value) else 0.0
 
 
 def _loss(value: float | None) -> float | None:
-    """The nearest loss that travels; None for none, and for one that is not finite."""
+    """The loss, clamped to its range; None if there is none or it is not finite."""
     if value is None or not math.isfinite(value):
         return None
     return min(max(float(value), -MAX_LOSS), MAX_LOSS)

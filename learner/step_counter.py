@@ -68,11 +68,11 @@ class StepCounter:
             self._writes = self._count_writes()
         self._sample = self._take_sample() if self._watches_values() else None
 
-    def before_looking(self) -> None:
+    def before_swap(self) -> None:
         """Other weights are about to be written into the model, and the own ones back."""
         self._written = self._was_written()
 
-    def after_looking(self) -> None:
+    def after_swap(self) -> None:
         """They were."""
         if self._writes is not None:
             self._writes = self._count_writes()

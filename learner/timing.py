@@ -1,4 +1,4 @@
-"""What time it is: in the run (global steps, between two beats) and in the training thread (inner steps, our share).
+"""Timing of a run and of a training thread: global steps between two beats; seconds of inner steps and session calls.
 
 Pure: the time, in seconds of one monotonic clock, is passed in.
 """
@@ -15,12 +15,12 @@ EMA_SHARE = 0.2
 
 
 OUTLIER = 5.0
-"""A step counts as at most so many usual ones, so that one pause of the machine does not pass for a slow learner."""
+"""A step counts as at most this many average ones, so that one pause of the machine is not taken for a slow learner."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run is. `exact` lies between two global steps where the last beat is some time ago."""
+    """Progress of a run. `exact` is interpolated between global steps by the time since the last beat."""
 
     exact: float
     steps: int
@@ -38,17 +38,17 @@ class Progress:
 
 
 class RunClock:
-    """Global steps between beats: t as last told, moved on by the typical step time, never back within one epoch."""
+    """Global steps between beats: t of the newest beat, advanced by the typical step time, monotonic within an epoch."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
-        self._heard_at = 0.0
-        self._told = 0.0
+        self._received_at = 0.0
+        self._reported = 0.0
 
-    def heard(self, beat: Beat, now: float) -> None:
+    def receive(self, beat: Beat, now: float) -> None:
         if self._beat is not None and beat.epoch != self._beat.epoch:
-            self._told = 0.0  # a resume from an older checkpoint: the run's clock itself went back
-        self._beat, self._heard_at = beat, now
+            self._reported = 0.0  # a resume from an older checkpoint sets the run's clock back
+        self._beat, self._received_at = beat, now
 
     def progress(self, now: float) -> Progress:
         beat = self._beat
@@ -56,29 +56,29 @@ class RunClock:
             return Progress(0.0, 0)
         if beat.state == "finished":
             return Progress(float(beat.steps), beat.steps)
-        since = min(now - self._heard_at, 2 * BEAT_SECONDS) if beat.state == "running" else 0.0
+        since = min(now - self._received_at, 2 * BEAT_SECONDS) if beat.state == "running" else 0.0
         ahead = since / beat.step_seconds if beat.step_seconds else 0.0
-        self._told = max(self._told, min(beat.t + ahead, float(beat.steps)))
-        return Progress(self._told, beat.steps)
+        self._reported = max(self._reported, min(beat.t + ahead, float(beat.steps)))
+        return Progress(self._reported, beat.steps)
 
 
 class StepTimer:
-    """Where the training thread's seconds go, from the moment it joined."""
+    """Splits the training thread's time since the join into inner steps and session calls."""
 
     def __init__(self, now: float) -> None:
         self.started_at = now
         self.last_step_at = now
         self.step_seconds = 0.0
-        """Moving average over inner steps, the first one (which may compile) left out; 0 = none timed yet."""
+        """Moving average over inner steps, without the first, which may compile; 0 = none timed yet."""
         self.inner_seconds = 0.0
         self.session_seconds = 0.0
         self._left_at = now
         self._steps = 0
         self._unstepped_seconds = 0.0
-        """Of calls since the last inner step: without an optimizer step they are part of the next one."""
+        """Time of calls without an optimizer step, which counts for the next inner step."""
 
     def enter(self, now: float, *, stepped: bool = True) -> None:
-        """A session call begins, and with `stepped` an inner step has ended."""
+        """A session call begins; with `stepped`, an inner step has ended."""
         inner = max(0.0, now - self._left_at)
         self.inner_seconds += inner
         self._left_at = now
@@ -95,11 +95,11 @@ class StepTimer:
         self.last_step_at = now
 
     def leave(self, now: float) -> None:
-        """The session call ends; what follows is the next inner step."""
+        """The session call ends, and the next inner step begins."""
         self.session_seconds += max(0.0, now - self._left_at)
         self._left_at = now
 
     def leave_out(self, seconds: float, ours: float = 0.0) -> None:
-        """So many seconds since the last call were neither an inner step nor ours (an evaluation), but for `ours`."""
+        """Exclude `seconds` since the last call (an evaluation), of which `ours` count as session time."""
         self._left_at += seconds
         self.session_seconds += ours

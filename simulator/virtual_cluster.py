@@ -198,7 +198,7 @@ class VirtualCluster:
         beat = self._beat_message()
         worker.hear(beat, self.now)  # nobody joins without one
         for call in beat.calls:
-            present.answers.heard_call(call)
+            present.answers.add_call(call)
         return present
 
     def _start_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
@@ -350,7 +350,7 @@ class VirtualCluster:
 
     def _call(self, call: Call) -> None:
         for present in self._living():
-            self._after(self.way.latency_seconds, partial(present.answers.heard_call, call))
+            self._after(self.way.latency_seconds, partial(present.answers.add_call, call))
 
     def _beat(self) -> None:
         living = self._living()
@@ -386,7 +386,7 @@ class VirtualCluster:
     def _hear_beat(self, present: _Present, beat: Beat) -> None:
         def arrives() -> None:
             present.worker.hear(beat, self.now)
-            for _ in present.answers.heard_open(beat.calls, self.now):
+            for _ in present.answers.update_open_calls(beat.calls, self.now):
                 pass  # nothing is lost here, so nothing is sent again
 
         self._after(self.way.latency_seconds, arrives)

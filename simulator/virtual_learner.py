@@ -126,7 +126,7 @@ class VirtualLearner:
         return self.session.versions
 
     def hear(self, beat: Beat, now: float) -> None:
-        self.mailbox.heard(beat, now)
+        self.mailbox.post_beat(beat, now)
 
     def begin_step(self, now: float) -> None:
         self.mailbox.progress_told = self.mailbox.progress_at_time(now)

@@ -56,7 +56,7 @@ class Lone:
 
     def show_global_weights(self) -> None:
         """Look at the global model, here one moved far from its own, for a moment."""
-        self.mailbox.whole = (self._public(10.0),)
+        self.mailbox.public = (self._public(10.0),)
         with self.session.global_weights():
             pass
 

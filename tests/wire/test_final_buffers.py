@@ -17,7 +17,7 @@ from decoupled_diloco.common.run_folder import RunFolder, Setup
 from decoupled_diloco.common.static_tensors import pack
 from decoupled_diloco.common.wire import Beat, Buffers, Call, Goodbye, split
 from decoupled_diloco.compose.final_report import export_model
-from decoupled_diloco.learner import core
+from decoupled_diloco.learner import departure, syncer_contact
 from decoupled_diloco.learner.replica import layout_of
 from decoupled_diloco.learner.session import Session, join
 from decoupled_diloco.syncer import final_buffers, loop
@@ -236,8 +236,9 @@ def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
 @pytest.fixture
 def syncer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedSyncer]:
     """Everything happens ten times as often as in a real run."""
-    for name, seconds in (("ALIVE_SECONDS", 0.1), ("RESEND_SECONDS", 0.1), ("BEAT_SECONDS", 0.2)):
-        monkeypatch.setattr(core, name, seconds)
+    monkeypatch.setattr(departure, "GOODBYE_SECONDS", 0.1)
+    monkeypatch.setattr(departure, "RESEND_SECONDS", 0.1)
+    monkeypatch.setattr(syncer_contact, "BEAT_SECONDS", 0.2)
     settings = RunSettings(run="r", fragments=2, overlap=1, codec_up="f32", codec_down="f32")
     with running_broker() as address, ScriptedSyncer(address, settings, layout_of(Normed())) as running:
         running.address = address  # type: ignore[attr-defined]

@@ -366,9 +366,9 @@ def test_the_same_bytes_are_sent_again_until_the_syncer_lists_the_answer(syncer:
     assert replace(again, sequence=0, payload=b"") == replace(first, sequence=0, payload=b"")
     assert bytes(again.payload) == bytes(first.payload)
     syncer.confirm(0, "me")
-    wait_for(lambda: talk_of(me.session).answers.unconfirmed == 0, "the learner knows that it was heard")
+    wait_for(lambda: talk_of(me.session).outbox.unconfirmed == 0, "the learner knows that it was heard")
     syncer.close_call(0)
-    wait_for(lambda: not talk_of(me.session).answers._kept, "the kept answer is forgotten")
+    wait_for(lambda: not talk_of(me.session).outbox._kept, "the kept answer is forgotten")
 
 
 def test_a_new_attempt_is_answered_with_a_new_capture(syncer: ScriptedSyncer, me: Trainer) -> None:
@@ -530,7 +530,7 @@ def test_a_reset_takes_the_whole_model_at_once_and_drops_the_answers(syncer: Scr
     me.step()
     assert (me.model.wide == 5).all()
     assert (me.model.narrow == 5).all()
-    assert not talk_of(me.session).answers._kept
+    assert not talk_of(me.session).outbox._kept
 
 
 def test_a_rebase_keeps_a_contributors_steps_since_its_capture(broker: str) -> None:
@@ -689,7 +689,7 @@ def test_an_optimizer_that_steps_tensors_of_its_own_is_found_after_the_join(
             me.model.wide.copy_(hidden.add_(0.001))
             me.session.step(tokens=1)
 
-    with pytest.raises(SettingError, match="did not stay in the model"):
+    with pytest.raises(SettingError, match="did not keep the values it adopted"):
         train()
     me.session.close("failed")
 
@@ -746,7 +746,7 @@ def test_a_welcome_for_another_incarnation_changes_nothing(syncer: ScriptedSynce
     )
     syncer.merge(1, vectors(6.0)[1])
     me.gets(1, 2)
-    assert not talk_of(me.session)._gathering
+    assert not talk_of(me.session)._fetching_all
 
 
 def test_after_a_restart_of_the_broker_the_learner_goes_on_by_itself() -> None:

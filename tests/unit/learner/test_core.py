@@ -52,7 +52,7 @@ class Talk:
         return [type(message) for message in self.tick(now)]
 
     def hear(self, message: Message, now: float) -> None:
-        self.core.heard(message, Plane.CONTROL if message.PLANE is Plane.CONTROL else Plane.BULK, now)
+        self.core.receive(message, Plane.CONTROL if message.PLANE is Plane.CONTROL else Plane.BULK, now)
 
     def keyframe(self, version: int, now: float, epoch: int = 1) -> None:
         content = VECTOR.numpy().data.cast("B")
@@ -68,7 +68,7 @@ class Talk:
     def join(self) -> None:
         self.hear(beat(), 100.0)
         assert self.kinds(100.0) == [], "nothing is said before a beat came on the bulk plane too"
-        self.core.heard(beat(), Plane.BULK, 100.0)
+        self.core.receive(beat(), Plane.BULK, 100.0)
         assert self.kinds(100.0) == [Hello]
         self.welcome(100.1)
         assert Fetch in self.kinds(100.2)
@@ -135,7 +135,7 @@ def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
     late = Talk()
     over = beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR]))
     for plane in Plane:
-        late.core.heard(over, plane, 100.0)
+        late.core.receive(over, plane, 100.0)
     assert late.kinds(100.1) == [Hello]
     late.welcome(100.2, verdict="finished")
     assert late.kinds(100.3) == [Fetch], "a report of who is no member would be answered by: say Hello again"
@@ -185,7 +185,7 @@ def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_
     joined.hear(Welcome(**{**vars(welcome), "incarnation": 8}), 101.1)
     [line] = [line for line in capsys.readouterr().err.splitlines() if "messages_rejected" in line]
     assert "WARNING" in line
-    assert "the syncer rejects what me sends, again and again: delta norm: 3 (5 in a row)" in line
+    assert "the syncer repeatedly rejects messages of me: delta norm: 3 (5 in a row)" in line
     assert joined.core.phase is Phase.FOLLOWING
     assert joined.mailbox.failure is None
 
@@ -216,7 +216,7 @@ def test_a_join_whose_hello_is_rejected_waits_for_that_in_words() -> None:
     talk.hear(beat(), 100.0)
     reason = "hello layout: a tensor's name (3 in a row)"
     talk.hear(Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason=reason), 100.1)
-    assert talk.mailbox.waits_for == f"its Hello to be taken ({reason})"
+    assert talk.mailbox.waits_for == f"its Hello to be accepted ({reason})"
 
 
 # --- silence ---------------------------------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def test_the_silence_of_the_syncer_is_logged_soon_and_seldom_with_what_the_learn
         assert [row["seconds"] for row in said] == [8, 16, 32]
         assert said[0]["level"] == "warning"
         assert said[0]["sentence"] == (
-            "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me trains on, sends once the syncer is "
-            "heard, and saves and ends after 60 s"
+            "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me goes on training, sends once "
+            "beats come again, and saves its parameters and ends after 60 s"
         )
         joined.mailbox.refusal = "host name broker cannot be resolved (Name or service not known); is it spelled right?"
         joined.hear(beat(), 150.0)
@@ -267,11 +267,11 @@ def test_a_learner_whose_messages_the_broker_does_not_take_says_so_although_beat
     with logged(tmp_path) as events:
         train_on(joined, 101.0, 105.0, beats=True)
         train_on(joined, 105.0, 130.0, beats=True, proven=False)
-        said = events("broker_takes_nothing")
+        said = events("broker_accepts_nothing")
         assert [round(row["seconds"]) for row in said] == [8, 16]
-        assert "the broker at tcp://127.0.0.1:5550 has taken nothing of me for 8 s" in said[0]["sentence"]
+        assert "the broker at tcp://127.0.0.1:5550 has accepted no message of me for 8 s" in said[0]["sentence"]
         train_on(joined, 130.0, 131.0, beats=True)
-        assert [round(row["seconds"]) for row in events("broker_takes_again")] == [25]
+        assert [round(row["seconds"]) for row in events("broker_accepts_again")] == [25]
         assert events("syncer_silent") == []
 
 
@@ -281,7 +281,7 @@ def test_an_observer_says_what_its_model_is_meanwhile_and_a_finished_run_has_no_
         watching.join()
         train_on(watching, 101.0, 112.0)
         (said,) = events("syncer_silent")
-        assert said["sentence"].endswith("stays at its newest version, and follows once the syncer is heard")
+        assert said["sentence"].endswith("stays at its newest version and is updated once beats come again")
         watching.hear(beat(state="finished", versions=(4,), model_hash=model_hash([VECTOR])), 112.0)
         assert watching.mailbox.final
         train_on(watching, 112.0, 200.0)

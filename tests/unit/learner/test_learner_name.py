@@ -14,7 +14,7 @@ from decoupled_diloco.common.auth_keys import Key, Role, held_key, new_key
 from decoupled_diloco.common.config import NAME_PATTERN
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.learner.discover import discover
-from decoupled_diloco.learner.learner_name import called, default_name
+from decoupled_diloco.learner.learner_name import default_name, resolve_name
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.learner.session import join
 from torch import nn
@@ -67,14 +67,14 @@ def test_two_learners_of_one_host_and_key_are_called_differently_wherever_there_
 
 
 def test_run_and_name_are_the_keys_where_they_are_not_given(key_file: Path) -> None:
-    assert called("", "site-7-b", key_file, "learner") == {"run": "r", "name": "site-7-b"}
-    assert called("r", "site-7", key_file, "learner") == {"run": "r", "name": "site-7"}
-    assert called("", None, key_file, "learner", otherwise="evaluator")["name"].startswith("site-7-")
+    assert resolve_name("", "site-7-b", key_file, "learner") == {"run": "r", "name": "site-7-b"}
+    assert resolve_name("r", "site-7", key_file, "learner") == {"run": "r", "name": "site-7"}
+    assert resolve_name("", None, key_file, "learner", otherwise="evaluator")["name"].startswith("site-7-")
 
 
 def test_without_a_key_they_are_what_is_given() -> None:
-    assert called("", "any", None, "learner") == {"run": "", "name": "any"}
-    assert called("x", None, None, "observer", otherwise="evaluator") == {"run": "x", "name": "evaluator"}
+    assert resolve_name("", "any", None, "learner") == {"run": "", "name": "any"}
+    assert resolve_name("x", None, None, "observer", otherwise="evaluator") == {"run": "x", "name": "evaluator"}
 
 
 WRONG: list[Any] = [

@@ -27,14 +27,14 @@ def call(slot: int = 1, attempt: int = 1, **more: Any) -> Call:
 def answered(*calls: Call, now: float = 0.0) -> Outbox:
     answers = Outbox(ME)
     for each in calls:
-        answers.heard_call(each)
+        answers.add_call(each)
         answers.keep(EncodedDelta(each, []))
         answers.sent(each.slot, each.attempt, now)
     return answers
 
 
 def resent(answers: Outbox, now: float, *calls: Call) -> list[int]:
-    return [answer.call.slot for answer in answers.heard_open(calls, now)]
+    return [answer.call.slot for answer in answers.update_open_calls(calls, now)]
 
 
 def test_an_answer_that_is_not_listed_goes_out_again_after_a_second_and_then_less_often() -> None:
@@ -48,7 +48,7 @@ def test_an_answer_that_is_not_listed_goes_out_again_after_a_second_and_then_les
 
 def test_an_answer_that_still_waits_to_be_sent_is_not_sent_twice() -> None:
     answers = Outbox(ME)
-    answers.heard_call(call())
+    answers.add_call(call())
     answers.keep(EncodedDelta(call(), []))
     assert resent(answers, 99.0, call()) == []
 
@@ -71,7 +71,7 @@ def test_a_call_that_no_beat_lists_has_closed_and_its_answer_is_forgotten() -> N
 
 def test_a_new_attempt_replaces_the_older_answer() -> None:
     answers = answered(call())
-    answers.heard_call(call(attempt=2))
+    answers.add_call(call(attempt=2))
     assert answers.wanted(call(attempt=2))
     assert not answers.wanted(call(attempt=1))
     assert resent(answers, 9.0, call(attempt=2)) == []
@@ -80,7 +80,7 @@ def test_a_new_attempt_replaces_the_older_answer() -> None:
 
 def test_an_older_attempt_that_is_heard_late_changes_nothing() -> None:
     answers = answered(call(attempt=2))
-    answers.heard_call(call(attempt=1))
+    answers.add_call(call(attempt=1))
     assert answers.wanted(call(attempt=2))
 
 

@@ -95,7 +95,7 @@ def asked(follower: PublicModel, now: float) -> list[Request]:
 def test_a_joiner_asks_for_every_fragment_and_is_complete_when_all_are_here() -> None:
     plan = plan_of(300, 200)
     follower, sources = follower_of(plan), [Source(plan, 0), Source(plan, 1)]
-    follower.heard_versions((5, 5), 0.0)
+    follower.note_versions((5, 5), 0.0)
     assert asked(follower, 0.0) == [Request("keyframe", 0, 5, (0,)), Request("keyframe", 1, 5, (0,))]
     assert follower.take_keyframe(sources[0].keyframe()[0], 0.1) is not None
     assert not follower.complete
@@ -186,7 +186,7 @@ def test_a_newer_keyframe_that_comes_instead_replaces_what_has_come_of_the_older
 def test_a_keyframe_older_than_what_was_asked_for_is_of_no_use() -> None:
     plan = plan_of(300)
     follower, source = follower_of(plan), Source(plan)
-    follower.heard_versions((5,), 0.0)
+    follower.note_versions((5,), 0.0)
     asked(follower, 0.0)
     assert follower.take_keyframe(source.keyframe(version=0)[0], 0.1) is None
     assert not follower.complete
@@ -285,8 +285,8 @@ def test_an_update_of_which_nothing_came_is_noticed_by_the_beat_and_fetched() ->
     source = Source(plan)
     follower = joined(source, plan)
     [update] = source.update()
-    follower.heard_versions((6,), 10.0)
-    follower.heard_versions((6,), 11.0)
+    follower.note_versions((6,), 10.0)
+    follower.note_versions((6,), 11.0)
     assert asked(follower, 11.0) == []
     assert asked(follower, 10.0 + GAP_SECONDS) == [Request("update", 0, 6, (0,))]
     assert follower.take_update(update, 12.0) is not None
@@ -295,8 +295,8 @@ def test_an_update_of_which_nothing_came_is_noticed_by_the_beat_and_fetched() ->
 def test_a_call_tells_of_a_gap_as_well() -> None:
     plan = plan_of(300)
     follower = joined(Source(plan), plan)
-    follower.heard_version(0, 6, 10.0)
-    follower.heard_version(7, 6, 10.0)
+    follower.note_version(0, 6, 10.0)
+    follower.note_version(7, 6, 10.0)
     assert [r.what for r in asked(follower, 20.0)] == ["update"]
 
 
@@ -306,7 +306,7 @@ def test_who_is_more_than_one_version_behind_fetches_a_keyframe() -> None:
     follower = joined(source, plan)
     source.update()
     source.update()
-    follower.heard_versions((7,), 10.0)
+    follower.note_versions((7,), 10.0)
     assert asked(follower, 10.0 + GAP_SECONDS) == [Request("keyframe", 0, 7, (0,))]
     assert follower.wants_keyframes
     moved = follower.take_keyframe(source.keyframe()[0], 12.0)
@@ -318,7 +318,7 @@ def test_who_is_more_than_one_version_behind_fetches_a_keyframe() -> None:
 def test_an_update_that_is_asked_for_in_vain_is_given_up_for_a_keyframe() -> None:
     plan = plan_of(300)
     follower = joined(Source(plan), plan)
-    follower.heard_versions((6,), 0.0)
+    follower.note_versions((6,), 0.0)
     now, wants = 0.0, []
     for _ in range(400):
         now += 0.25
@@ -379,7 +379,7 @@ def test_a_reset_fetches_everything_although_the_versions_are_the_same() -> None
     plan = plan_of(300)
     source = Source(plan)
     follower = joined(source, plan)
-    follower.heard_versions((5,), 1.0)
+    follower.note_versions((5,), 1.0)
     follower.want_all()
     assert not follower.complete
     assert asked(follower, 1.0) == [Request("keyframe", 0, 5, (0,))]

@@ -8,7 +8,7 @@ from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import balanced_plan
 from decoupled_diloco.common.static_tensors import pack, replaced, sizes, unpack
 from decoupled_diloco.learner.replica import Replica, layout_of
-from decoupled_diloco.learner.static_tensors import StaticPart, own_statistics
+from decoupled_diloco.learner.static_tensors import StaticChecksums, own_statistics
 from states import LAYOUT, STATIC
 from torch import nn
 
@@ -47,14 +47,14 @@ class Odd(nn.Module):
 def test_a_tensor_that_training_changed_is_found_however_it_was_written(name: str) -> None:
     model = Odd()
     replica = Replica(model, balanced_plan(layout_of(model), 1))
-    part = StaticPart(replica.plan.layout, replica.static_tensors())
-    assert part.moved().count == 0
+    part = StaticChecksums(replica.plan.layout, replica.static_tensors())
+    assert part.changes().count == 0
     tensor = getattr(model, name)
     if name == "queue":
         tensor.data[7_000:8_000] = tensor.data[7_000:8_000].roll(500)  # no version counter moves
     else:
         tensor.data.fill_(True)
-    moved = part.moved()
+    moved = part.changes()
     [(index, values)] = unpack(replica.plan.layout, memoryview(moved.payload)).items()
     assert replica.plan.layout.static[index].name == name
     assert bytes(values) == tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -18,7 +18,7 @@ def beat(**more: Any) -> Beat:
 
 def test_progress_moves_between_beats_by_the_typical_step_time() -> None:
     clock = RunClock()
-    clock.heard(beat(), 50.0)
+    clock.receive(beat(), 50.0)
     assert clock.progress(50.0) == Progress(10.0, 100)
     assert clock.progress(51.0).exact == 12.0
     assert clock.progress(51.0).step == 12
@@ -27,28 +27,28 @@ def test_progress_moves_between_beats_by_the_typical_step_time() -> None:
 
 def test_progress_waits_when_no_beat_comes_and_never_goes_back() -> None:
     clock = RunClock()
-    clock.heard(beat(), 50.0)
+    clock.receive(beat(), 50.0)
     assert clock.progress(1000.0).exact == 14.0
-    clock.heard(beat(t=11), 1000.0)
+    clock.receive(beat(t=11), 1000.0)
     assert clock.progress(1000.0).exact == 14.0
 
 
 def test_progress_goes_back_with_a_run_that_was_resumed() -> None:
     clock = RunClock()
-    clock.heard(beat(t=50), 0.0)
+    clock.receive(beat(t=50), 0.0)
     assert clock.progress(0.0).step == 50
-    clock.heard(beat(t=30, epoch=2), 1.0)
+    clock.receive(beat(t=30, epoch=2), 1.0)
     assert clock.progress(1.0).step == 30
 
 
 def test_progress_never_passes_the_end_and_stands_still_while_the_run_drains() -> None:
     clock = RunClock()
-    clock.heard(beat(t=99), 0.0)
+    clock.receive(beat(t=99), 0.0)
     assert clock.progress(2.0).exact == 100.0
     clock = RunClock()
-    clock.heard(beat(t=90, state="draining"), 0.0)
+    clock.receive(beat(t=90, state="draining"), 0.0)
     assert clock.progress(2.0).exact == 90.0
-    clock.heard(beat(t=90, state="finished"), 3.0)
+    clock.receive(beat(t=90, state="finished"), 3.0)
     assert clock.progress(3.0).fraction == 1.0
 
 
