@@ -38,7 +38,7 @@ class Progress:
 
 
 class RunClock:
-    """Global steps between beats: t of the newest beat, advanced by the typical step time, monotonic within an epoch."""
+    """Global steps between beats: t of the newest beat, advanced by the typical step time, monotonic in an epoch."""
 
     def __init__(self) -> None:
         self._beat: Beat | None = None
