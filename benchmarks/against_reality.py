@@ -27,7 +27,8 @@ from decoupled_diloco.common.journal import read_journal
 from decoupled_diloco.common.run_folder import RunFolder
 from decoupled_diloco.simulator.availability import members_of_tape
 from decoupled_diloco.simulator.cost_only import CostOnlyModel
-from decoupled_diloco.simulator.virtual_cluster import NetworkPath, RunOutcome, VirtualCluster
+from decoupled_diloco.simulator.network_path import NetworkPath
+from decoupled_diloco.simulator.virtual_cluster import RunOutcome, VirtualCluster
 
 LATENCY_SECONDS = 0.005
 """Of loopback, the broker and both loops, one way."""
@@ -65,12 +66,10 @@ def virtual_run(place: Path) -> RunOutcome:
     tape = read_journal(place / "runs" / "it")
     settings = RunSettings.from_map(tape.syncer["settings"])
     parameters = sum(tape.syncer["parameters"])
-    substance = CostOnlyModel(
+    backend = CostOnlyModel(
         settings, parameters=parameters, tokens_a_step=128, fragments=len(tape.syncer["parameters"])
     )
-    return VirtualCluster(
-        settings, substance, members_of_tape(tape), NetworkPath(latency_seconds=LATENCY_SECONDS)
-    ).run()
+    return VirtualCluster(settings, backend, members_of_tape(tape), NetworkPath(latency_seconds=LATENCY_SECONDS)).run()
 
 
 def main() -> None:

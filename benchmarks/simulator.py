@@ -25,8 +25,9 @@ from decoupled_diloco.common.log import configure
 from decoupled_diloco.experiments.suites import SMALL
 from decoupled_diloco.learner.task import loop
 from decoupled_diloco.learner.task.text import load_corpus
+from decoupled_diloco.simulator.availability import VirtualMember, steady
 from decoupled_diloco.simulator.real_training import TrainedModel
-from decoupled_diloco.simulator.virtual_cluster import VirtualCluster, VirtualMember, steady
+from decoupled_diloco.simulator.virtual_cluster import VirtualCluster
 
 DILOCO = [sys.executable, "-P", "-m", "decoupled_diloco.cli"]
 

@@ -11,24 +11,24 @@ from ..common.fragments import MergeKind
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """The defaults are what a run does."""
+    """One variant; the defaults are a usual run."""
 
     merge: MergeKind = "rda"
     """mean: the weighted mean for every tensor, instead of RDA where it applies."""
     feedback: bool = True
-    """False: what the code of the way down could not carry is forgotten."""
+    """False: no error feedback; the downlink codec's encoding error is discarded."""
     keeps: bool = False
-    """With adopt = rebase: who had no part in a merge keeps what it has done since it adopted the fragment last."""
+    """With adopt = rebase: a learner that did not contribute to a merge keeps its progress since its last adoption."""
     outer_lr_end: float | None = None
-    """The outer learning rate at the end of the run, to which it goes in a straight line."""
+    """Outer learning rate at the end of the run; it changes linearly."""
     momentum_warmup: float = 0.0
-    """Share of the run over which the outer momentum rises in a straight line from none to its setting."""
+    """Share of the run over which the outer momentum rises linearly from 0 to its setting."""
     sync_every_end: int | None = None
-    """H at the end of the run, to which it grows in a straight line; of the synchronous method only."""
+    """H at the end of the run; it grows linearly. Synchronous method only."""
     warm_steps: int = 0
-    """Steps that a lone learner has taken before: every method begins with its model."""
+    """Steps of a lone learner before the run; every method starts from its model."""
     warm_lr: float = 0.0
-    """Its learning rate."""
+    """Learning rate of the warm steps."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum_warmup <= 1:
@@ -39,7 +39,7 @@ class Ablation:
             raise SettingError(f"sync_every_end must be at least 1, not {self.sync_every_end}")
 
     def outer(self, settings: RunSettings, fraction: float) -> RunSettings:
-        """`settings` with the outer learning rate and momentum as they are when `fraction` of the run is over."""
+        """`settings` with the outer learning rate and momentum after `fraction` of the run."""
         rate, momentum = settings.outer_lr, settings.outer_momentum
         if self.outer_lr_end is not None:
             rate += (self.outer_lr_end - rate) * fraction
@@ -50,7 +50,7 @@ class Ablation:
         return replace(settings, outer_lr=rate, outer_momentum=momentum)
 
     def sync_every(self, settings: RunSettings, fraction: float) -> int:
-        """H when `fraction` of the run is over."""
+        """H after `fraction` of the run."""
         end = settings.sync_every if self.sync_every_end is None else self.sync_every_end
         return round(settings.sync_every + (end - settings.sync_every) * fraction)
 

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import count
 
 from ..common.config import flag
 from ..common.errors import SettingError
 from ..common.journal import RunJournal
 from ..learner.task.text import generator
 from ..syncer.membership import SILENCE_SECONDS
-from .failures import ChipGroup
+from .failures import ChipGroup, Stretch
 from .goodput import absences_of
 from .settings import ClusterPlan, FailureModel
-from .virtual_cluster import Life, VirtualMember, steady
+
+StepStream = Iterator[Stretch]
+"""Inner steps of one incarnation, each with its share of the batch; a gap between two is a pause."""
+
+
+@dataclass(frozen=True)
+class VirtualMember:
+    """One virtual learner: its incarnations, and when each dies."""
+
+    name: str
+    lives: Iterable[tuple[StepStream, float]]
+    """(steps, time of death in virtual seconds; infinity = never), in order of their starts."""
+    joins_at: float = 0.0
+    """Start of its allocation, dead or alive."""
+
+
+def steady(step_seconds: float, *, begins: float = 0.0) -> StepStream:
+    """Endless steps of equal length, without a pause."""
+    for number in count():
+        start = begins + number * step_seconds
+        yield Stretch(start, start + step_seconds, 1.0, step_seconds)
 
 
 def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_seconds: float) -> list[VirtualMember]:
-    """The learners of `plan`, for a run that is over within `horizon_seconds`. With chips, each has its share of them,
-    which fail as `failures` says; without, each steps at its own pace, and is away as the plan says. SettingError for
-    what cannot go together.
+    """Learners of `plan`, for a run that ends within `horizon_seconds`. With chips, each has its share of them, which
+    fail by the failure model; without, each has its own step time and the plan's absences. SettingError for settings
+    that conflict.
     """
     _check(plan, failures)
     return [
@@ -29,15 +50,15 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
             lives=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
             if plan.chips
             else _lives(plan, number, seed, horizon_seconds),
-            comes_at=_comes_at(plan, number),
+            joins_at=_joins_at(plan, number),
         )
         for number in range(1, plan.learners + plan.late + 1)
     ]
 
 
 def members_of_tape(tape: RunJournal) -> list[VirtualMember]:
-    """The learners of a taped run as they came, stepped and went: each life at the pace that it had, from its join to
-    its last report. SettingError if the tape has no reports.
+    """Learners of a taped run: each incarnation at its recorded step time, from its join to its last report.
+    SettingError if the tape has no reports.
     """
     lives: dict[tuple[str, int], list[float]] = {}
     ended = 0.0
@@ -51,7 +72,9 @@ def members_of_tape(tape: RunJournal) -> list[VirtualMember]:
             lives[who] = [first_step_at, row["at"], row["step_seconds"]]
     stepping = {who: life for who, life in lives.items() if life[2]}
     if not stepping:
-        raise SettingError(f"{tape.syncer.path} has no report of any learner: nothing is known of their pace")
+        raise SettingError(
+            f"{tape.syncer.path} has no learner reports, so step times are unknown; record a run whose learners train"
+        )
     zero = min(begins for begins, _, _ in stepping.values())
     return [
         VirtualMember(
@@ -66,8 +89,8 @@ def members_of_tape(tape: RunJournal) -> list[VirtualMember]:
     ]
 
 
-def pace(plan: ClusterPlan, number: int) -> float:
-    """Seconds of an inner step of learner `number` (from 1 on): from the plan's to `slowest` times as long."""
+def step_seconds_of(plan: ClusterPlan, number: int) -> float:
+    """Step time of learner `number` (from 1), between the plan's and `slowest` times as long."""
     if number > plan.learners:
         return plan.step(0.0)
     if plan.stragglers:
@@ -77,7 +100,7 @@ def pace(plan: ClusterPlan, number: int) -> float:
 
 
 def _check(plan: ClusterPlan, failures: FailureModel) -> None:
-    """What would be ignored is an error: chips have the failure model's pace and absences, the others their own."""
+    """Reject settings that would be ignored: chips take step time and absences from the failure model."""
     ours, theirs = {f.name: f.default for f in fields(ClusterPlan)}, {f.name: f.default for f in fields(FailureModel)}
     if plan.chips:
         failures.check_slices(plan.chips, plan.learners)
@@ -97,7 +120,7 @@ def _check(plan: ClusterPlan, failures: FailureModel) -> None:
             raise SettingError(f"{flag(idle[0])} says how chips fail: give --chips, too")
 
 
-def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, horizon_seconds: float) -> Life:
+def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, horizon_seconds: float) -> StepStream:
     rng, absences = (
         generator("chips", seed, number),
         absences_of(failures, number - 1, plan.learners, horizon_seconds, seed),
@@ -106,14 +129,14 @@ def _chips(plan: ClusterPlan, failures: FailureModel, number: int, seed: int, ho
     return ChipGroup(failures, plan.chips / plan.learners, rng, list(absences)).life(horizon_seconds)
 
 
-def _comes_at(plan: ClusterPlan, number: int) -> float:
+def _joins_at(plan: ClusterPlan, number: int) -> float:
     return plan.late_seconds if number > plan.learners else 0.0
 
 
-def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[Life, float]]:
-    """(steps, death) of one learner: present and absent times are exponential, with the plan's means."""
-    step, rng = pace(plan, number), generator("absences", seed, number)
-    comes = _comes_at(plan, number)
+def _lives(plan: ClusterPlan, number: int, seed: int, horizon_seconds: float) -> Iterator[tuple[StepStream, float]]:
+    """(steps, time of death) of one learner: present and absent times are exponential, with the plan's means."""
+    step, rng = step_seconds_of(plan, number), generator("absences", seed, number)
+    comes = _joins_at(plan, number)
     if not plan.absent:
         yield steady(step, begins=comes), math.inf
         return

@@ -17,22 +17,22 @@ from ..syncer.rounds import Rounds
 
 EPOCH = 1
 MERGE_SECONDS = 0.001
-"""What a merge is said to take: a figure of its own, since virtual time does not know how fast this machine is."""
+"""Assumed duration of a merge: virtual time does not depend on this machine's speed."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A learner's answer on its way: its size, and what the syncer takes out of it."""
+class SentAnswer:
+    """A learner's answer in transit: its payload size and its content for the syncer."""
 
-    octets: int
+    payload_bytes: int
     content: Any
 
 
 class LearnerBackend(Protocol):
-    """One life of a learner."""
+    """One incarnation of a learner."""
 
     share: float
-    """Of each batch that is worked on: a learner that lost slices works on less."""
+    """Share of each batch that is trained on; smaller after losing slices."""
 
     @property
     def me(self) -> Identity: ...
@@ -45,45 +45,45 @@ class LearnerBackend(Protocol):
     def versions(self) -> tuple[int, ...]:
         """The adopted version of each fragment."""
 
-    def hear(self, beat: Beat, now: float) -> None:
-        """A beat arrives."""
+    def receive_beat(self, beat: Beat, now: float) -> None:
+        """Receive a beat."""
 
     def begin_step(self, now: float) -> None:
-        """An inner step begins: how far the run is, it knows now."""
+        """Begin an inner step; fixes the run's progress for it."""
 
     def step(self, calls: Sequence[Call]) -> float | None:
-        """An inner step ends, and its boundary: adopt what was delivered, answer what is called; the loss."""
+        """End an inner step and its boundary: adopt deliveries, answer calls; returns the loss."""
 
-    def sent(self) -> list[Sent]:
-        """What the last boundary answered."""
+    def answers(self) -> list[SentAnswer]:
+        """Answers of the last boundary."""
 
     def deliver(self, fragment: int, public: PublicFragment, *, reset: bool = False) -> None:
-        """A merged fragment arrives; with `reset` nothing of the learner's own is kept."""
+        """Receive a merged fragment; `reset` discards the learner's own progress."""
 
     def wants_reset(self) -> bool:
-        """It found values that are not finite, and asks for the whole model."""
+        """Whether it found values that are not finite and needs the whole model."""
 
     def close(self) -> None:
-        """It ends here."""
+        """End this incarnation."""
 
 
 class ModelBackend(Protocol):
-    """The syncer's side: what is merged."""
+    """The syncer's side: merges answers into the global model."""
 
     rounds: Rounds
     figures: RunMetrics
 
-    def worker(self, name: str, incarnation: int, tape: Path | None) -> LearnerBackend:
-        """A learner that has just fetched everything."""
+    def new_learner(self, name: str, incarnation: int, tape: Path | None) -> LearnerBackend:
+        """A learner that has just fetched the whole model."""
 
-    def whole(self) -> Sequence[PublicFragment]:
-        """The newest version of every fragment."""
+    def public_model(self) -> Sequence[PublicFragment]:
+        """Newest version of every fragment."""
 
-    def take(self, sent: Sent) -> str:
-        """An answer arrives; why it is refused, or "" if it is taken."""
+    def take(self, sent: SentAnswer) -> str:
+        """Receive an answer; returns the reason for a rejection, or ""."""
 
     def merge(self, merge: Merge, now: float) -> tuple[PublicFragment, int] | None:
-        """Carry out a merge and book it: the new version, and its size on the way down; None if it gave nothing."""
+        """Carry out and count a merge: the new version and its encoded size; None if it failed."""
 
     def finish(self) -> str:
-        """The run is over: the final model's hash, "" where there is none."""
+        """End the run; returns the final model's hash, or "" without a model."""

@@ -23,12 +23,12 @@ from ..syncer.round_events import Merge
 from ..syncer.rounds import Rounds
 from ..syncer.run_state import Served
 from .ablation import USUAL, Ablation
-from .backend import EPOCH, MERGE_SECONDS, Sent
+from .backend import EPOCH, MERGE_SECONDS, SentAnswer
 from .virtual_learner import VirtualLearner
 
 
 class TrainedModel:
-    """The global model of one virtual run; version 0 is what the seed makes."""
+    """Global model of one virtual run; by default the seed determines version 0."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class TrainedModel:
         variant: Ablation = USUAL,
         model: Transformer | None = None,
     ) -> None:
-        """model: what the run begins with; None = what its seed makes. A tape says nothing of either, nor of a
-        variant: SettingError where there are both.
+        """model: the initial model; None = from the seed. A tape records neither a given model nor a variant, so
+        either of them together with a tape is a SettingError.
         """
         if tape is not None and (model is not None or variant != USUAL):
-            raise SettingError("a run of another rule or another start has no tape: it would replay to other bits")
+            raise SettingError(
+                "a run with a variant or a given initial model cannot have a tape: its replay would differ"
+            )
         self.settings, self.task, self.corpus = settings, task, corpus
         self.variant = variant
         self.state, self.plan = version_zero(settings, task, variant.merge, model)
@@ -58,19 +60,19 @@ class TrainedModel:
         self._served = Served(self.state, self.rounds, self.figures)
         self._whole = [PublicFragment(0, vector, digest(vector)) for vector in self.state.public]
 
-    def worker(self, name: str, incarnation: int, tape: Path | None) -> VirtualLearner:
+    def new_learner(self, name: str, incarnation: int, tape: Path | None) -> VirtualLearner:
         joined = Joined(
             self.plan, self.settings, self.task, EPOCH, self.rounds.t, tuple(self._whole), self.state.static
         )
-        return VirtualLearner(joined, self.corpus, name, incarnation, tape=tape, keeps=self.variant.keeps)
+        return VirtualLearner(joined, self.corpus, name, incarnation, tape=tape, retain_progress=self.variant.keeps)
 
-    def whole(self) -> list[PublicFragment]:
+    def public_model(self) -> list[PublicFragment]:
         return list(self._whole)
 
-    def take(self, sent: Sent) -> str:
+    def take(self, sent: SentAnswer) -> str:
         answers = (self._served.intake.take(chunk) for chunk in sent.content)
         try:
-            (answer,) = (answer for answer in answers if answer is not None)  # all chunks are here, so it is whole
+            (answer,) = (answer for answer in answers if answer is not None)  # all chunks are here, so it is complete
         except Malformed as wrong:
             return wrong.reason
         return self.rounds.answer(answer)
@@ -99,9 +101,9 @@ class TrainedModel:
 def version_zero(
     settings: RunSettings, task: TaskSettings, merge: MergeKind = "rda", model: Transformer | None = None
 ) -> tuple[GlobalModel, Plan]:
-    """The state that a run with these settings begins with, and how it cuts the model. SettingError if it cannot.
+    """Initial global model of a run with these settings, and its fragment plan. SettingError if they do not fit.
 
-    merge: mean = the weighted mean for all tensors. model: what it begins with; None = what the seed makes.
+    merge: mean = the weighted mean for all tensors. model: the initial model; None = from the seed.
     """
     model = model or Transformer(task, settings.seed)
     layout = layout_of(model, merge=dict.fromkeys(dict(model.named_parameters()), merge) if merge == "mean" else None)

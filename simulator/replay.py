@@ -1,7 +1,7 @@
 """Replay of a tape: repeats the decisions with the production round machine, and the training bit for bit.
 
 The syncer's tape records the order of answers and the decisions; each learner's tape records at which of its steps it
-adopted which version and was captured for which call. So nothing waits and no clock is needed: each learner trains
+adopted which version and was captured for which call. So nothing pending and no clock is needed: each learner trains
 until the capture that a merge needs. (arXiv 2604.21428, section 7 and appendix E.1.)
 """
 
@@ -239,7 +239,7 @@ class _Life:
         first = file.rows[0].get("adopted", ()) if file.rows and file.rows[0].get("steps") == 0 else ()
         self._trainee = VirtualLearner(
             joined, world.corpus, str(file["learner"]), int(file["incarnation"]),
-            waits=[(p, self._taken(2, p, v)) for p, _, v, _ in first],
+            pending=[(p, self._taken(2, p, v)) for p, _, v, _ in first],
         )  # fmt: skip
 
     @property
@@ -278,9 +278,10 @@ class _Life:
         trainee, session = self._trainee, self._trainee.session
         if not row["steps"]:
             return  # what waited for the first step was adopted when the session began
-        trainee.mailbox.progress_told = Progress(row.get("progress", 0.0), world.settings.steps)
+        trainee.mailbox.fixed_progress = Progress(row.get("progress", 0.0), world.settings.steps)
         arrivals = [
-            trainee.arrival(p, e, self._taken(number, p, v), told=bool(own)) for p, e, v, own in row.get("adopted", ())
+            trainee.arrival(p, e, self._taken(number, p, v), include_own=bool(own))
+            for p, e, v, own in row.get("adopted", ())
         ]
         trainee.mailbox.deliver(arrivals, reset=bool(row.get("reset")))
         calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -29,123 +29,96 @@ from ..learner.timing import StepTimer
 from ..syncer.ledger import Who
 from ..syncer.round_events import Called, Drained, Lost, Merge, Unmet
 from ..syncer.telemetry import learner_rows, run_figures
-from .backend import EPOCH, LearnerBackend, ModelBackend, Sent
+from .availability import StepStream, VirtualMember
+from .backend import EPOCH, LearnerBackend, ModelBackend, SentAnswer
 from .failures import Stretch
-
-Life = Iterator[Stretch]
-"""A learner's inner steps from its start on, each with its share of the batch; what lies between two is a pause."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkPath:
-    """Between each learner and the syncer."""
-
-    latency_seconds: float = 0.01
-    """One way."""
-    megabit: float = 0.0
-    """Mbit/s in each direction of a learner's link; 0 = no limit."""
-
-    def seconds(self, octets: int) -> float:
-        return octets * 8 / (self.megabit * 1e6) if self.megabit else 0.0
-
-
-@dataclass(frozen=True)
-class VirtualMember:
-    """One learner: what it does from each of its starts on, and when that life ends by its death."""
-
-    name: str
-    lives: Iterable[tuple[Life, float]]
-    """(steps, when it dies, in virtual seconds), in order of their beginnings; infinity where it never does."""
-    comes_at: float = 0.0
-    """Since when it is allocated, dead or alive."""
+from .network_path import NetworkPath
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What became of a virtual run."""
+    """Result of a virtual run."""
 
     figures: dict[str, Any]
-    """As a run's summary.json has them."""
+    """Same keys as in a run's summary.json."""
     learners: list[dict[str, Any]]
     model_hash: str
     virtual_seconds: float
     goodput: float
-    """Share of the time for which learners are allocated, from the first step on, in which they made steps with all
-    they have.
-    """
+    """Share of the learners' allocated time, from the first step on, spent in useful steps at full size."""
     worked_seconds: float
-    """Real seconds inside inner steps."""
+    """Real seconds spent in inner steps."""
     real_seconds: float
 
 
 @dataclass
-class _Present:
-    """A learner while it lives."""
+class _LiveLearner:
+    """State of one learner incarnation."""
 
     name: str
     worker: LearnerBackend
-    answers: Outbox
-    pace: StepTimer
+    outbox: Outbox
+    timer: StepTimer
     dies_at: float
-    held: list[int]
-    """The newest version of each fragment that was delivered."""
+    versions: list[int]
+    """Newest delivered version of each fragment."""
     up_free_at: float = 0.0
     down_free_at: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
     timed: bool = False
     loss: float | None = None
-    gone: bool = False
+    ended: bool = False
 
 
 @dataclass
 class VirtualCluster:
-    """The world of one virtual run."""
+    """Event loop of one virtual run."""
 
     settings: RunSettings
-    substance: ModelBackend
+    backend: ModelBackend
     members: Sequence[VirtualMember]
-    way: NetworkPath = field(default_factory=NetworkPath)
+    network: NetworkPath = field(default_factory=NetworkPath)
     tape: Path | None = None
-    """Where learners write theirs; the syncer's belongs to the substance."""
+    """Folder of the learners' tapes; the syncer's tape belongs to the backend."""
     beat_seconds: float = BEAT_SECONDS
     horizon_seconds: float = math.inf
-    """Virtual time after which a run that is not over is given up."""
-    watch: Callable[[int], None] = lambda _: None
+    """Virtual time after which an unfinished run fails."""
+    on_progress: Callable[[int], None] = lambda _: None
     """Called with the global step at each beat."""
 
     def __post_init__(self) -> None:
         check_quorum(self.settings, len(self.members))
         self.now = 0.0
-        self._rounds, self._figures = self.substance.rounds, self.substance.figures
+        self._rounds, self._metrics = self.backend.rounds, self.backend.figures
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._present: dict[str, _Present] = {}
-        self._to_come = 0
-        self._over = False
+        self._live: dict[str, _LiveLearner] = {}
+        self._pending_joins = 0
+        self._ended = False
         self._tick_at = math.inf
         self._worked_seconds = self._useful_seconds = 0.0
         self._began_at = math.inf
         self._model_hash = ""
 
     def run(self) -> RunOutcome:
-        """Until every fragment has had its last round. SettingError if nobody is left who could bring that about;
-        Diverged if a learner's model is not finite again and again.
+        """Run until every fragment has had its last round. SettingError if no learner is left to finish it;
+        Diverged if a learner's model is repeatedly not finite.
         """
         began = time.perf_counter()
         for member in self.members:
-            self._arrange_next_life(member.name, enumerate(member.lives, 1))
-        self._at(0.0, self._beat)
+            self._schedule_next_incarnation(member.name, enumerate(member.lives, 1))
+        self._schedule_at(0.0, self._beat)
         try:
-            while not self._over:
-                self.now, _, happens = heapq.heappop(self._events)
-                happens()
+            while not self._ended:
+                self.now, _, action = heapq.heappop(self._events)
+                action()
         finally:
-            for present in self._living():
-                self._die(present)
+            for learner in self._live_learners():
+                self._die(learner)
             self._rounds.close()
         return RunOutcome(
-            figures=run_figures(self._rounds, self._figures, "finished", self.now),
+            figures=run_figures(self._rounds, self._metrics, "finished", self.now),
             learners=learner_rows(self._rounds),
             model_hash=self._model_hash,
             virtual_seconds=self.now,
@@ -155,154 +128,156 @@ class VirtualCluster:
         )
 
     def _allocated_seconds(self) -> float:
-        """Of all learners together, up to now."""
-        return sum(max(0.0, self.now - max(self._began_at, member.comes_at)) for member in self.members)
+        """Allocated time of all learners together, up to now."""
+        return sum(max(0.0, self.now - max(self._began_at, member.joins_at)) for member in self.members)
 
-    def _at(self, when: float, happens: Callable[[], object]) -> None:
-        heapq.heappush(self._events, (max(when, self.now), next(self._order), happens))
+    def _schedule_at(self, when: float, action: Callable[[], object]) -> None:
+        heapq.heappush(self._events, (max(when, self.now), next(self._order), action))
 
-    def _after(self, seconds: float, happens: Callable[[], object]) -> None:
-        self._at(self.now + seconds, happens)
+    def _schedule_after(self, seconds: float, action: Callable[[], object]) -> None:
+        self._schedule_at(self.now + seconds, action)
 
     # --- a learner ---------------------------------------------------------------------------------------------------
-    def _arrange_next_life(self, name: str, lives: Iterator[tuple[int, tuple[Life, float]]]) -> None:
-        """The next one with a step in it; when it begins, the one after it is arranged."""
+    def _schedule_next_incarnation(self, name: str, lives: Iterator[tuple[int, tuple[StepStream, float]]]) -> None:
+        """Schedule the next incarnation that has a step; its start schedules the one after it."""
         begun = ((number, next(life, None), life, dies_at) for number, (life, dies_at) in lives)
         found = next(((n, first, life, dies) for n, first, life, dies in begun if first and first.start < dies), None)
         if found is None:
             return
         number, first, life, dies_at = found
-        self._to_come += 1
+        self._pending_joins += 1
 
         def begin() -> None:
-            self._to_come -= 1
-            self._arrange_next_life(name, lives)
-            present = self._join(name, number, dies_at)
-            self._start_step(present, first, life)
-            self._report_each_second(present)
+            self._pending_joins -= 1
+            self._schedule_next_incarnation(name, lives)
+            learner = self._join(name, number, dies_at)
+            self._start_step(learner, first, life)
+            self._report_each_second(learner)
 
-        self._at(first.start, begin)
+        self._schedule_at(first.start, begin)
 
-    def _join(self, name: str, number: int, dies_at: float) -> _Present:
-        """A new incarnation that has just fetched everything."""
-        if name in self._present:
-            self._die(self._present[name])
+    def _join(self, name: str, number: int, dies_at: float) -> _LiveLearner:
+        """Join a new incarnation that has just fetched the whole model."""
+        if name in self._live:
+            self._die(self._live[name])
         incarnation = incarnation_of(self.settings.seed, name, number)
-        worker = self.substance.worker(name, incarnation, self.tape)
+        worker = self.backend.new_learner(name, incarnation, self.tape)
         self._rounds.join(name, incarnation, self.now)
-        present = _Present(
-            name, worker, Outbox(worker.me), StepTimer(self.now), dies_at, held=list(self._rounds.versions)
+        learner = _LiveLearner(
+            name, worker, Outbox(worker.me), StepTimer(self.now), dies_at, versions=list(self._rounds.versions)
         )  # fmt: skip
-        self._present[name] = present
+        self._live[name] = learner
         self._tick()
         beat = self._beat_message()
-        worker.hear(beat, self.now)  # nobody joins without one
+        worker.receive_beat(beat, self.now)  # a learner joins only after a beat
         for call in beat.calls:
-            present.answers.add_call(call)
-        return present
+            learner.outbox.add_call(call)
+        return learner
 
-    def _start_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
-        if present.gone:
+    def _start_step(self, learner: _LiveLearner, stretch: Stretch, life: StepStream) -> None:
+        if learner.ended:
             return
         self._began_at = min(self._began_at, self.now)
-        present.worker.begin_step(self.now)
-        present.worker.share = stretch.share
-        if stretch.end < present.dies_at:
-            self._at(stretch.end, lambda: self._end_step(present, stretch, life))
+        learner.worker.begin_step(self.now)
+        learner.worker.share = stretch.share
+        if stretch.end < learner.dies_at:
+            self._schedule_at(stretch.end, lambda: self._end_step(learner, stretch, life))
         else:
-            self._at(present.dies_at, lambda: self._die(present))
+            self._schedule_at(learner.dies_at, lambda: self._die(learner))
 
-    def _end_step(self, present: _Present, stretch: Stretch, life: Life) -> None:
-        if present.gone:
+    def _end_step(self, learner: _LiveLearner, stretch: Stretch, life: StepStream) -> None:
+        if learner.ended:
             return
         self._useful_seconds += stretch.share * stretch.useful_seconds
-        worker, began = present.worker, time.perf_counter()
-        present.loss = worker.step([*present.answers.calls.values()])
+        worker, began = learner.worker, time.perf_counter()
+        learner.loss = worker.step([*learner.outbox.calls.values()])
         if worker.wants_reset():
-            self._reset(present)
+            self._reset(learner)
         self._worked_seconds += time.perf_counter() - began
-        present.pace.enter(self.now)
-        present.pace.leave(self.now)  # at once: a pause before the next step is a part of that, as in a real loop
-        for sent in worker.sent():
-            self._send(present, sent)
-        if present.pace.step_seconds and not present.timed:
-            present.timed = True
-            self._report(present)
+        learner.timer.enter(self.now)
+        learner.timer.leave(self.now)  # at once: a pause counts as part of the next step, as in a real loop
+        for sent in worker.answers():
+            self._send(learner, sent)
+        if learner.timer.step_seconds and not learner.timed:
+            learner.timed = True
+            self._report(learner)
         following = next(life, None)
         if following is None:
-            self._die(present)
+            self._die(learner)
         else:
-            self._at(following.start, lambda: self._start_step(present, following, life))
+            self._schedule_at(following.start, lambda: self._start_step(learner, following, life))
 
-    def _send(self, present: _Present, sent: Sent) -> None:
-        """An answer is on its way; it counts when all of it is there."""
-        present.bytes_up += sent.octets
-        present.up_free_at = max(self.now, present.up_free_at) + self.way.seconds(sent.octets)
-        leaves_at = present.up_free_at
-        self._at(leaves_at + self.way.latency_seconds, partial(self._take, present, sent, leaves_at))
-        if not present.timed:
-            self._report(present)  # the syncer does not know its pace yet, and so not that it can have done this
+    def _send(self, learner: _LiveLearner, sent: SentAnswer) -> None:
+        """Send an answer; it counts once all of it has arrived."""
+        learner.bytes_up += sent.payload_bytes
+        learner.up_free_at = max(self.now, learner.up_free_at) + self.network.seconds(sent.payload_bytes)
+        leaves_at = learner.up_free_at
+        self._schedule_at(
+            leaves_at + self.network.latency_seconds, partial(self._receive_answer, learner, sent, leaves_at)
+        )
+        if not learner.timed:
+            self._report(learner)  # before it knows the step time, the syncer cannot tell that this answer is plausible
 
-    def _take(self, present: _Present, sent: Sent, left_at: float) -> None:
-        """An answer is here, unless its sender died before all of it had left. The machine looks after all that arrives
-        at this moment, as the syncer's own loop does.
+    def _receive_answer(self, learner: _LiveLearner, sent: SentAnswer, left_at: float) -> None:
+        """Receive an answer, unless its sender died before all of it was sent. The tick comes after everything that
+        arrives at this moment, as in the syncer's own loop.
         """
-        if present.gone and present.dies_at < left_at:
+        if learner.ended and learner.dies_at < left_at:
             return
-        refused = self.substance.take(sent)
-        if refused:
-            self._reject(present.worker.me.pair, refused)
+        reason = self.backend.take(sent)
+        if reason:
+            self._reject(learner.worker.me.pair, reason)
             return
-        member = self._rounds.members.get(present.worker.me.pair)
+        member = self._rounds.members.get(learner.worker.me.pair)
         if member is not None:
             member.rejected_in_a_row = 0
-        self._at(self.now, self._tick)
+        self._schedule_at(self.now, self._tick)
 
     def _reject(self, who: Who, reason: str) -> None:
-        """As the syncer does: who is refused too often for what it sends starts over."""
-        member, present = self._rounds.members.get(who), self._present.get(who[0])
-        if member is not None and present is not None and member.reject(reason) and member.order_reset(self.now):
-            self._after(self.way.latency_seconds, partial(self._reset, present))
+        """As the syncer does: a learner whose answers are rejected too often is reset."""
+        member, learner = self._rounds.members.get(who), self._live.get(who[0])
+        if member is not None and learner is not None and member.reject(reason) and member.order_reset(self.now):
+            self._schedule_after(self.network.latency_seconds, partial(self._reset, learner))
 
-    def _reset(self, present: _Present) -> None:
-        """Everything anew, and nothing of what it did since."""
-        if present.gone:
+    def _reset(self, learner: _LiveLearner) -> None:
+        """Deliver the whole model and discard the learner's own progress."""
+        if learner.ended:
             return
-        present.answers.drop()
-        for fragment, public in enumerate(self.substance.whole()):
-            present.held[fragment] = public.version
-            present.worker.deliver(fragment, public, reset=True)
+        learner.outbox.drop()
+        for fragment, public in enumerate(self.backend.public_model()):
+            learner.versions[fragment] = public.version
+            learner.worker.deliver(fragment, public, reset=True)
 
-    def _die(self, present: _Present) -> None:
-        if not present.gone:
-            present.gone, present.dies_at = True, self.now
-            present.worker.close()
+    def _die(self, learner: _LiveLearner) -> None:
+        if not learner.ended:
+            learner.ended, learner.dies_at = True, self.now
+            learner.worker.close()
 
-    def _report_each_second(self, present: _Present) -> None:
-        if not present.gone:
-            self._report(present)
-            self._after(self.beat_seconds, lambda: self._report_each_second(present))
+    def _report_each_second(self, learner: _LiveLearner) -> None:
+        if not learner.ended:
+            self._report(learner)
+            self._schedule_after(self.beat_seconds, lambda: self._report_each_second(learner))
 
-    def _report(self, present: _Present) -> None:
-        pace, worker = present.pace, present.worker
+    def _report(self, learner: _LiveLearner) -> None:
+        timer, worker = learner.timer, learner.worker
         counters = TrainingStatus(
-            counts=worker.done, step_seconds=pace.step_seconds, last_step_at=pace.last_step_at,
-            inner_seconds=pace.inner_seconds, session_seconds=pace.session_seconds, started_at=pace.started_at,
-            loss=present.loss, versions=worker.versions, versions_epoch=EPOCH,
+            counts=worker.done, step_seconds=timer.step_seconds, last_step_at=timer.last_step_at,
+            inner_seconds=timer.inner_seconds, session_seconds=timer.session_seconds, started_at=timer.started_at,
+            loss=learner.loss, versions=worker.versions, versions_epoch=EPOCH,
         )  # fmt: skip
-        traffic = ByteCounts(present.bytes_up, present.bytes_down)
+        traffic = ByteCounts(learner.bytes_up, learner.bytes_down)
         report = alive(worker.me, EPOCH, counters, (), traffic=traffic, now=self.now)
 
         def arrives() -> None:
             if self._rounds.heard(report, self.now) is not None:
-                self._figures.record_first_step(self.now, report.since_first_step_seconds)
-                self._at(self.now, self._tick)
+                self._metrics.record_first_step(self.now, report.since_first_step_seconds)
+                self._schedule_at(self.now, self._tick)
 
-        self._after(self.way.latency_seconds, arrives)
+        self._schedule_after(self.network.latency_seconds, arrives)
 
     # --- the syncer --------------------------------------------------------------------------------------------------
     def _tick(self) -> None:
-        if self._over:
+        if self._ended:
             return
         for action in self._rounds.tick(self.now):
             match action:
@@ -315,65 +290,65 @@ class VirtualCluster:
                     return
                 case Lost() | Unmet():
                     pass
-        self._arrange_tick(max(self._rounds.next_deadline(self.now), math.nextafter(self.now, math.inf)))
+        self._schedule_tick(max(self._rounds.next_deadline(self.now), math.nextafter(self.now, math.inf)))
 
-    def _arrange_tick(self, due: float) -> None:
-        """The machine looks again at `due`, if it does not before. One look is arranged at a time: an earlier one takes
-        its place, and the later event then does nothing.
+    def _schedule_tick(self, due: float) -> None:
+        """Tick again at `due` at the latest. One tick is scheduled at a time: an earlier one replaces it, and the
+        later event then does nothing.
         """
         if self.now < self._tick_at <= due:
             return
         self._tick_at = due
-        self._at(due, lambda: self._tick() if self._tick_at <= self.now else None)
+        self._schedule_at(due, lambda: self._tick() if self._tick_at <= self.now else None)
 
     def _merge(self, merge: Merge) -> None:
         for answer in merge.unreported:
             self._reject(answer.who, "unreported")
-        made = self.substance.merge(merge, self.now)
+        made = self.backend.merge(merge, self.now)
         if made is None:
             self._call(self._rounds.wire_call(self._rounds.failed(merge, self.now).call))
             return
-        public, octets = made
-        for present in self._living():
-            present.bytes_down += octets
-            present.down_free_at = max(self.now, present.down_free_at) + self.way.seconds(octets)
-            arrives = present.down_free_at + self.way.latency_seconds
-            self._at(arrives, partial(self._deliver, present, merge, public))
-        self._at(self.now, self._tick)  # the call's place may be another's now
+        public, payload_bytes = made
+        for learner in self._live_learners():
+            learner.bytes_down += payload_bytes
+            learner.down_free_at = max(self.now, learner.down_free_at) + self.network.seconds(payload_bytes)
+            arrives = learner.down_free_at + self.network.latency_seconds
+            self._schedule_at(arrives, partial(self._deliver, learner, merge, public))
+        self._schedule_at(self.now, self._tick)  # the slot is free for another call now
 
-    def _deliver(self, present: _Present, merge: Merge, public: PublicFragment) -> None:
+    def _deliver(self, learner: _LiveLearner, merge: Merge, public: PublicFragment) -> None:
         fragment = merge.call.fragment
-        if public.version > present.held[fragment]:  # else it was under way when all was fetched anew
-            present.held[fragment] = public.version
-            present.worker.deliver(fragment, public)
-        present.answers.calls.pop(merge.call.slot, None)
+        if public.version > learner.versions[fragment]:  # else it was in transit when the whole model was fetched again
+            learner.versions[fragment] = public.version
+            learner.worker.deliver(fragment, public)
+        learner.outbox.calls.pop(merge.call.slot, None)
 
     def _call(self, call: Call) -> None:
-        for present in self._living():
-            self._after(self.way.latency_seconds, partial(present.answers.add_call, call))
+        for learner in self._live_learners():
+            self._schedule_after(self.network.latency_seconds, partial(learner.outbox.add_call, call))
 
     def _beat(self) -> None:
-        living = self._living()
-        if not living and not self._to_come:
-            in_time = (
+        live = self._live_learners()
+        if not live and not self._pending_joins:
+            time_limit = (
                 f" within {self.horizon_seconds:,.0f} virtual seconds" if math.isfinite(self.horizon_seconds) else ""
             )
             raise SettingError(
-                f"all learners are gone at step {self._rounds.t} of {self.settings.steps}, "
-                f"and nobody comes back{in_time}"
+                f"all learners have left at step {self._rounds.t} of {self.settings.steps}, "
+                f"and none returns{time_limit}"
             )
         if self.now > self.horizon_seconds:
             raise SettingError(
-                f"given up at step {self._rounds.t} of {self.settings.steps}, after {self.now:,.0f} virtual seconds: "
-                "learners are too rarely there (--absent, --quorum), or their way is too long or narrow "
+                f"stopped at step {self._rounds.t} of {self.settings.steps}, after {self.now:,.0f} virtual seconds: "
+                "learners are absent too often (--absent, --quorum), or their network is too slow "
                 "(--latency-seconds, --megabit)"
             )
-        self.watch(self._rounds.t)
+        self.on_progress(self._rounds.t)
         beat = self._beat_message()
-        for present in living:
-            self._hear_beat(present, beat)
+        for learner in live:
+            self._send_beat(learner, beat)
         self._tick()
-        self._after(self.beat_seconds, self._beat)
+        self._schedule_after(self.beat_seconds, self._beat)
 
     def _beat_message(self) -> Beat:
         rounds = self._rounds
@@ -383,39 +358,32 @@ class VirtualCluster:
             calls=rounds.wire_calls(), syncer=1,
         )  # fmt: skip
 
-    def _hear_beat(self, present: _Present, beat: Beat) -> None:
+    def _send_beat(self, learner: _LiveLearner, beat: Beat) -> None:
         def arrives() -> None:
-            present.worker.hear(beat, self.now)
-            for _ in present.answers.update_open_calls(beat.calls, self.now):
-                pass  # nothing is lost here, so nothing is sent again
+            learner.worker.receive_beat(beat, self.now)
+            for _ in learner.outbox.update_open_calls(beat.calls, self.now):
+                pass  # nothing is lost here, so nothing is resent
 
-        self._after(self.way.latency_seconds, arrives)
+        self._schedule_after(self.network.latency_seconds, arrives)
 
-    def _living(self) -> list[_Present]:
-        return [present for _, present in sorted(self._present.items()) if not present.gone]
+    def _live_learners(self) -> list[_LiveLearner]:
+        return [learner for _, learner in sorted(self._live.items()) if not learner.ended]
 
     def _finish(self) -> None:
-        self._model_hash = self.substance.finish()
+        self._model_hash = self.backend.finish()
         self._rounds.ledger.close_all()
-        self._over = True
+        self._ended = True
 
 
 def check_quorum(settings: RunSettings, learners: int) -> None:
-    """SettingError if so many learners never meet it."""
+    """SettingError if this number of learners can never meet the quorum."""
     if settings.quorum > learners:
         raise SettingError(
-            f"--quorum {settings.quorum} is more than the {learners} learners: nothing would ever be merged; "
+            f"--quorum {settings.quorum} is more than the {learners} learners, so nothing would ever be merged; "
             "lower --quorum or raise --learners"
         )
 
 
 def incarnation_of(seed: int, name: str, life: int) -> int:
-    """The incarnation of a learner's life number `life`, from 1 on: its data's order depends on it."""
+    """Incarnation number of a learner's start number `life` (from 1); it determines the order of its data."""
     return 1 + int(generator("incarnation", seed, name, life).integers(2**52))
-
-
-def steady(step_seconds: float, *, begins: float = 0.0) -> Life:
-    """Steps of equal length for ever, without a pause."""
-    for number in count():
-        start = begins + number * step_seconds
-        yield Stretch(start, start + step_seconds, 1.0, step_seconds)

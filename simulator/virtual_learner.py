@@ -23,28 +23,28 @@ from ..learner.task.loop import make_optimizer, train_on
 from ..learner.task.text import Corpus, batches
 from ..learner.task.transformer import Transformer
 from ..learner.timing import Progress
-from .backend import EPOCH, Sent
+from .backend import EPOCH, SentAnswer
 
 
 class VirtualMailbox(Mailbox):
-    """A mailbox on which time is what its owner says."""
+    """Mailbox whose progress is set by its owner instead of a clock."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.progress_told = Progress(0.0, 0)
+        self.fixed_progress = Progress(0.0, 0)
 
     def progress(self, now: float) -> Progress:
         del now
-        return self.progress_told
+        return self.fixed_progress
 
-    def progress_at_time(self, now: float) -> Progress:
-        """As a learner that heard the beats that lie here would reckon it."""
+    def progress_from_beats(self, now: float) -> Progress:
+        """Progress that a learner would compute from the beats received so far."""
         return super().progress(now)
 
 
 @dataclass
 class VirtualLink:
-    """What a session needs of a link; it sends nothing."""
+    """Link stub for a session; sends nothing."""
 
     config: LearnerConfig
     me: Identity
@@ -62,7 +62,7 @@ class VirtualLink:
 
 
 class RetainingExchange(ModelExchange):
-    """Who had no part in a merge keeps what it has done since it adopted the fragment last (comparisons only)."""
+    """Ablation: keeps a fragment's progress since its last adoption if this learner did not contribute to a merge."""
 
     def _write(self, arrival: Arrival, how: str) -> Counts | None:
         if how != "rebase" or arrival.own is not None:
@@ -78,7 +78,7 @@ class RetainingSession(Session):
 
 
 class VirtualLearner:
-    """One life of a learner, from the public model that it begins with."""
+    """One incarnation of a learner, from the public model it starts with."""
 
     def __init__(
         self,
@@ -87,20 +87,20 @@ class VirtualLearner:
         name: str,
         incarnation: int,
         *,
-        waits: Sequence[tuple[int, PublicFragment]] = (),
+        pending: Sequence[tuple[int, PublicFragment]] = (),
         tape: Path | None = None,
-        keeps: bool = False,
+        retain_progress: bool = False,
     ) -> None:
-        """waits: fragments that came after the welcome and are adopted before the first step.
-        keeps: as simulator/ablation.py has it.
+        """pending: fragments that arrived after the welcome and are adopted before the first step.
+        retain_progress: see `keeps` in simulator/ablation.py.
         """
         settings, task = joined.settings, joined.task
-        assert task is not None  # noqa: S101 whoever drives it says what is trained
+        assert task is not None  # noqa: S101 the caller sets what is trained
         self.task = task
         self.share = 1.0
-        """Of each batch that is trained on: a learner that lost slices works on less."""
-        self._owed = 0.0
-        """Sequences that rounding has left out so far, so that it is the share on average."""
+        """Share of each batch that is trained on; smaller after losing slices."""
+        self._remainder = 0.0
+        """Sequences omitted by rounding so far; carried over so that the share is exact on average."""
         self.model = Transformer(task, settings.seed)
         self.optimizer = make_optimizer(self.model)
         self.me = Identity(
@@ -108,9 +108,9 @@ class VirtualLearner:
         )
         self.mailbox = VirtualMailbox()
         self.plan, self.codec = joined.plan, settings.codec_up
-        self.mailbox.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in waits])
+        self.mailbox.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in pending])
         link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.mailbox)
-        kind = RetainingSession if keeps else Session
+        kind = RetainingSession if retain_progress else Session
         self.session = kind(link, joined, Replica(self.model, joined.plan), self.optimizer)
         self._batches = batches(
             corpus.train, task.batch_sequences, task.sequence_length,
@@ -125,25 +125,25 @@ class VirtualLearner:
     def versions(self) -> tuple[int, ...]:
         return self.session.versions
 
-    def hear(self, beat: Beat, now: float) -> None:
+    def receive_beat(self, beat: Beat, now: float) -> None:
         self.mailbox.post_beat(beat, now)
 
     def begin_step(self, now: float) -> None:
-        self.mailbox.progress_told = self.mailbox.progress_at_time(now)
+        self.mailbox.fixed_progress = self.mailbox.progress_from_beats(now)
 
     def step(self, calls: Sequence[Call]) -> float:
         self.mailbox.open_calls(calls)
         inputs, targets = next(self._batches)
-        self._owed += self.share * len(inputs)
-        rows = min(len(inputs), max(1, round(self._owed)))
-        self._owed -= rows
+        self._remainder += self.share * len(inputs)
+        rows = min(len(inputs), max(1, round(self._remainder)))
+        self._remainder -= rows
         return train_on(
             self.session, self.model, self.optimizer, inputs[:rows], targets[:rows],
             local_step=self.session.local_steps, inner_lr=self.task.inner_lr,
         )  # fmt: skip
 
     def captured(self) -> list[list[Delta]]:
-        """The answers of the last boundary, each as the chunks that would be sent. What is not finite is told."""
+        """Answers of the last boundary, each as the chunks to send. Reports values that are not finite."""
         answers = []
         for capture in self.mailbox.take_captures():
             fragment = self.plan.fragments[capture.call.fragment]
@@ -154,8 +154,8 @@ class VirtualLearner:
             self.mailbox.recycle(capture)
         return answers
 
-    def sent(self) -> list[Sent]:
-        return [Sent(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
+    def answers(self) -> list[SentAnswer]:
+        return [SentAnswer(sum(len(chunk.payload) for chunk in chunks), chunks) for chunks in self.captured()]
 
     def deliver(self, fragment: int, public: PublicFragment, *, reset: bool = False) -> None:
         self.mailbox.deliver([self.arrival(fragment, EPOCH, public)], reset=reset)
@@ -163,9 +163,9 @@ class VirtualLearner:
     def wants_reset(self) -> bool:
         return self.mailbox.take_reset_request()
 
-    def arrival(self, fragment: int, epoch: int, public: PublicFragment, *, told: bool = True) -> Arrival:
-        """As the learner's link hands a fragment over: with what it has of this learner's own, if that was `told`."""
-        return Arrival(fragment, epoch, public, public.part_of(self.me.pair) if told else None)
+    def arrival(self, fragment: int, epoch: int, public: PublicFragment, *, include_own: bool = True) -> Arrival:
+        """A fragment as the link delivers it; `include_own`: with this learner's own contribution."""
+        return Arrival(fragment, epoch, public, public.part_of(self.me.pair) if include_own else None)
 
     def close(self) -> None:
         self.session.close("stopped")

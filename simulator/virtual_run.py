@@ -16,17 +16,18 @@ from ..learner.task.transformer import Transformer
 from .availability import members_of
 from .backend import ModelBackend
 from .cost_only import CostOnlyModel
+from .network_path import NetworkPath
 from .real_training import TrainedModel
 from .settings import ClusterPlan, FailureModel
-from .virtual_cluster import NetworkPath, RunOutcome, VirtualCluster, check_quorum
+from .virtual_cluster import RunOutcome, VirtualCluster, check_quorum
 
-LONGEST = 40.0
-"""So many times as long as without any failure a virtual run may take."""
+MAX_STRETCH = 40.0
+"""Limit of a virtual run's length, as a multiple of its length without failures."""
 ROUND_TRIPS = 10
-"""So many ways there and back are added to that, which matters where the way is longer than the run."""
-TELLS_LATEST_SECONDS = 2.5
-"""A virtual second has no meaning for chips whose step takes many: they tell half a step apart, but within the time
-after which a silent learner is lost."""
+"""Round trips added to that limit, for a latency longer than the run."""
+MAX_BEAT_SECONDS = 2.5
+"""Upper limit of the beat interval. Chips whose step takes many seconds report every half step instead of every second,
+but often enough not to count as lost."""
 
 
 def run(
@@ -39,49 +40,49 @@ def run(
     tape: Path | None = None,
     said: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Figures of the run, and with a model its losses on held-out part B (nats per byte)."""
-    check_quorum(settings, len(members_of(plan, failures, settings.seed, 0.0)))  # before a tape is begun
+    """Run a plan; returns its figures, and with a model its losses on held-out part B (nats per byte)."""
+    check_quorum(settings, len(members_of(plan, failures, settings.seed, 0.0)))  # before a tape is started
     if plan.cost_only:
         counted = CostOnlyModel(settings, parameters=int(plan.params), tokens_a_step=task.tokens_per_step, tape=tape)
-        return _told(cluster_of(plan, failures, settings, counted, said=said).run())
+        return _figures(cluster_of(plan, failures, settings, counted, said=said).run())
     torch.set_num_threads(1)
     corpus = load_corpus(data, task.sequence_length)
     trained = TrainedModel(settings, task, corpus, tape=tape)
-    judged = validation_windows(
+    windows = validation_windows(
         corpus, "B", "full", sequence_length=task.sequence_length, seed=settings.seed
     )  # fmt: skip
     model = Transformer(task, settings.seed)
-    first = evaluate(model, judged)
+    first = evaluate(model, windows)
     outcome = cluster_of(plan, failures, settings, trained, tape=tape, said=said).run()
     Replica(model, trained.plan).show(trained.state.public)
-    return _told(outcome) | {"val_loss_first": round(first, 6), "val_loss_last": round(evaluate(model, judged), 6)}
+    return _figures(outcome) | {"val_loss_first": round(first, 6), "val_loss_last": round(evaluate(model, windows), 6)}
 
 
 def cluster_of(
     plan: ClusterPlan,
     failures: FailureModel,
     settings: RunSettings,
-    substance: ModelBackend,
+    backend: ModelBackend,
     *,
     tape: Path | None = None,
     said: Callable[[int], None] = lambda _: None,
 ) -> VirtualCluster:
-    """The virtual cluster that `plan` describes. SettingError for what cannot go together."""
+    """Build the virtual cluster of `plan`. SettingError for settings that conflict."""
     step_seconds = plan.step(failures.step_seconds) * plan.slowest
-    horizon = LONGEST * (settings.steps * step_seconds + ROUND_TRIPS * 2 * plan.latency_seconds)
+    horizon = MAX_STRETCH * (settings.steps * step_seconds + ROUND_TRIPS * 2 * plan.latency_seconds)
     return VirtualCluster(
         settings,
-        substance,
+        backend,
         members_of(plan, failures, settings.seed, horizon),
         NetworkPath(latency_seconds=plan.latency_seconds, megabit=plan.megabit),
         tape,
-        min(TELLS_LATEST_SECONDS, max(1.0, step_seconds / 2)),
+        min(MAX_BEAT_SECONDS, max(1.0, step_seconds / 2)),
         horizon,
         said,
     )
 
 
-def _told(outcome: RunOutcome) -> dict[str, Any]:
+def _figures(outcome: RunOutcome) -> dict[str, Any]:
     names = (
         "run", "steps_total", "cycles", "merges", "tokens_reported", "tokens_merged", "tokens_lost", "useful_share",
         "uptime", "merge_participation", "bytes_up", "bytes_down",

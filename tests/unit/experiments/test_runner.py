@@ -335,7 +335,7 @@ def test_a_virtual_run_trains_on_as_many_tokens_as_the_other_methods() -> None:
 
 
 def test_a_learner_that_lost_slices_works_on_its_share_on_average() -> None:
-    worker = TrainedModel(OURS.run_settings(0), TASK, load_corpus(None, TASK.sequence_length)).worker("a", 1, None)
+    worker = TrainedModel(OURS.run_settings(0), TASK, load_corpus(None, TASK.sequence_length)).new_learner("a", 1, None)
     worker.share = 0.9
     for _ in range(10):
         worker.step([])
@@ -372,11 +372,11 @@ def test_the_outer_step_changes_over_the_run_as_its_variant_says() -> None:
 def test_who_had_no_part_in_a_merge_keeps_its_progress_where_that_is_tried() -> None:
     corpus = load_corpus(None, TASK.sequence_length)
     settings = replace(OURS, settings={**OURS.settings, "adopt": "rebase"}).run_settings(0)
-    substance = TrainedModel(settings, TASK, corpus, variant=Ablation(keeps=True))
-    keeps = substance.worker("a", 1, None)
+    backend = TrainedModel(settings, TASK, corpus, variant=Ablation(keeps=True))
+    keeps = backend.new_learner("a", 1, None)
     keeps.step([])
     before = keeps.session._exchange.replica.vector(keeps.plan.fragments[0]).clone()
-    old = substance.whole()[0].vector
+    old = backend.public_model()[0].vector
     new = PublicFragment(1, old + 1.0, "")
     keeps.deliver(0, new)
     trained = keeps.session._exchange.counters.accounts[0].since
@@ -398,11 +398,11 @@ def test_one_synchronous_learner_is_a_lone_one() -> None:
 
 def test_all_methods_draw_the_same_data_for_a_seed() -> None:
     corpus, settings = load_corpus(None, TASK.sequence_length), OURS.run_settings(5)
-    substance = TrainedModel(settings, TASK, corpus)
-    outcome = VirtualCluster(settings, substance, members_of(ClusterPlan(), FailureModel(), 5, 1e4)).run()
+    backend = TrainedModel(settings, TASK, corpus)
+    outcome = VirtualCluster(settings, backend, members_of(ClusterPlan(), FailureModel(), 5, 1e4)).run()
     drawn = []
     for learner in outcome.learners:
-        worker = substance.worker(learner["name"], learner["incarnation"], None)
+        worker = backend.new_learner(learner["name"], learner["incarnation"], None)
         drawn.append(next(worker._batches)[0])
         worker.close()
     plain = [next(stream)[0] for stream in streams(OURS, 5, corpus, 2)]

@@ -16,14 +16,15 @@ from decoupled_diloco.common.errors import Diverged, SettingError
 from decoupled_diloco.common.journal import read_journal
 from decoupled_diloco.learner.public_model import PublicFragment
 from decoupled_diloco.learner.task.text import load_corpus
-from decoupled_diloco.simulator.availability import members_of, pace
-from decoupled_diloco.simulator.backend import Sent
+from decoupled_diloco.simulator.availability import VirtualMember, members_of, steady, step_seconds_of
+from decoupled_diloco.simulator.backend import SentAnswer
 from decoupled_diloco.simulator.cost_only import CostOnlyLearner, CostOnlyModel
 from decoupled_diloco.simulator.failures import Stretch
+from decoupled_diloco.simulator.network_path import NetworkPath
 from decoupled_diloco.simulator.real_training import TrainedModel
 from decoupled_diloco.simulator.replay import replay_decisions
 from decoupled_diloco.simulator.settings import ClusterPlan, FailureModel
-from decoupled_diloco.simulator.virtual_cluster import NetworkPath, RunOutcome, VirtualCluster, VirtualMember, steady
+from decoupled_diloco.simulator.virtual_cluster import RunOutcome, VirtualCluster
 from decoupled_diloco.simulator.virtual_run import cluster_of, run
 from decoupled_diloco.syncer.round_events import Merge
 from hypothesis import given, settings
@@ -34,11 +35,11 @@ TASK = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=2)
 
 
 def counted(
-    members: list[VirtualMember], tape: Path | None = None, way: NetworkPath | None = None, **changes: Any
+    members: list[VirtualMember], tape: Path | None = None, network: NetworkPath | None = None, **changes: Any
 ) -> RunOutcome:
     chosen = RunSettings(**({"steps": 60, "sync_every": 6, "fragments": 3} | changes))
-    substance = CostOnlyModel(chosen, parameters=10_000, tokens_a_step=10, tape=tape)
-    return VirtualCluster(chosen, substance, members, way or NetworkPath(), tape).run()
+    backend = CostOnlyModel(chosen, parameters=10_000, tokens_a_step=10, tape=tape)
+    return VirtualCluster(chosen, backend, members, network or NetworkPath(), tape).run()
 
 
 def alone(*step_seconds: float) -> list[VirtualMember]:
@@ -106,11 +107,11 @@ def test_equal_learners_that_answer_at_one_moment_are_all_merged_without_any_gra
 def test_who_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None:
     chosen = RunSettings(steps=30, sync_every=4, fragments=4)
     members = [*alone(1.0), VirtualMember("late", [(steady(1.0, begins=20.0), math.inf)])]
-    substance = TrainedModel(chosen, TASK, load_corpus(None, TASK.sequence_length), tape=tmp_path)
-    VirtualCluster(chosen, substance, members, NetworkPath(latency_seconds=3.0), tmp_path).run()
+    backend = TrainedModel(chosen, TASK, load_corpus(None, TASK.sequence_length), tape=tmp_path)
+    VirtualCluster(chosen, backend, members, NetworkPath(latency_seconds=3.0), tmp_path).run()
     (life,) = [f for (name, _), f in read_journal(tmp_path).learners.items() if name == "late"]
     told = [row["progress"] for row in life.rows if "progress" in row]
-    assert told[0] > 1, "with a way of 3 s the run itself is slow"
+    assert told[0] > 1, "with a network of 3 s the run itself is slow"
 
 
 def test_deltas_of_many_steps_are_not_absurd_beside_those_of_the_first() -> None:
@@ -134,38 +135,38 @@ def test_a_learner_at_half_speed_takes_part_and_holds_nobody_up() -> None:
 
 
 def test_answers_that_are_long_under_way_are_merged() -> None:
-    outcome = counted(alone(1.0, 1.0), way=NetworkPath(latency_seconds=10.0), quorum=2)
+    outcome = counted(alone(1.0, 1.0), network=NetworkPath(latency_seconds=10.0), quorum=2)
     assert outcome.figures["merges"] >= 30
 
 
 class Watched(CostOnlyModel):
-    """What is sent, taken, merged and delivered, with its time and octets."""
+    """What is sent, taken, merged and delivered, with its time and payload_bytes."""
 
     cluster: VirtualCluster
-    octets = 0
+    payload_bytes = 0
 
     def __init__(self, chosen: RunSettings) -> None:
         super().__init__(chosen, parameters=10_000, tokens_a_step=10)
         self.log: dict[str, list[float]] = {"sent": [], "taken": [], "merged": [], "delivered": [], "reset": []}
 
-    def worker(self, name: str, incarnation: int, tape: Path | None) -> CostOnlyLearner:
-        worker = super().worker(name, incarnation, tape)
-        sent, deliver = worker.sent, worker.deliver
+    def new_learner(self, name: str, incarnation: int, tape: Path | None) -> CostOnlyLearner:
+        worker = super().new_learner(name, incarnation, tape)
+        sent, deliver = worker.answers, worker.deliver
 
-        def sent_too() -> list[Sent]:
+        def sent_too() -> list[SentAnswer]:
             found = sent()
             self.log["sent"] += [self.cluster.now] * len(found)
-            self.octets = max([self.octets, *(each.octets for each in found)])
+            self.payload_bytes = max([self.payload_bytes, *(each.payload_bytes for each in found)])
             return found
 
         def deliver_too(fragment: int, public: PublicFragment, *, reset: bool = False) -> None:
             self.log["reset" if reset else "delivered"].append(self.cluster.now)
             deliver(fragment, public, reset=reset)
 
-        worker.sent, worker.deliver = sent_too, deliver_too  # type: ignore[method-assign]
+        worker.answers, worker.deliver = sent_too, deliver_too  # type: ignore[method-assign]
         return worker
 
-    def take(self, sent: Sent) -> str:
+    def take(self, sent: SentAnswer) -> str:
         self.log["taken"].append(self.cluster.now)
         return super().take(sent)
 
@@ -179,11 +180,14 @@ def test_messages_take_their_length_on_the_link_one_after_the_other_and_then_the
     transfer_seconds: float,
 ) -> None:
     chosen = RunSettings(steps=40, sync_every=6, fragments=3)
-    octets = encoded_bytes("int4", Watched(chosen).size)
-    world, way = Watched(chosen), NetworkPath(latency_seconds=0.3, megabit=octets * 8 / 1e6 / transfer_seconds)
-    world.cluster = VirtualCluster(chosen, world, alone(1.0), way)
+    payload_bytes = encoded_bytes("int4", Watched(chosen).size)
+    world, network = (
+        Watched(chosen),
+        NetworkPath(latency_seconds=0.3, megabit=payload_bytes * 8 / 1e6 / transfer_seconds),
+    )
+    world.cluster = VirtualCluster(chosen, world, alone(1.0), network)
     world.cluster.run()
-    assert world.octets == octets
+    assert world.payload_bytes == payload_bytes
     for leaves, arrives in (("sent", "taken"), ("merged", "delivered")):
         free, expected = 0.0, []
         for at in world.log[leaves]:
@@ -195,7 +199,7 @@ def test_messages_take_their_length_on_the_link_one_after_the_other_and_then_the
 
 
 def test_an_answer_that_has_left_outlives_its_sender_and_one_that_has_not_does_not() -> None:
-    chosen, octets = RunSettings(steps=40, sync_every=6, fragments=3), 0
+    chosen, payload_bytes = RunSettings(steps=40, sync_every=6, fragments=3), 0
 
     def taken(dies_at: float, transfer_seconds: float) -> Watched:
         world = Watched(chosen)
@@ -203,13 +207,15 @@ def test_an_answer_that_has_left_outlives_its_sender_and_one_that_has_not_does_n
             VirtualMember("l0", [(steady(1.0), dies_at)]),
             VirtualMember("l1", [(steady(1.0, begins=0.5), math.inf)]),
         ]
-        way = NetworkPath(latency_seconds=0.6, megabit=octets * 8 / 1e6 / transfer_seconds if transfer_seconds else 0.0)
-        world.cluster = VirtualCluster(chosen, world, lives, way)
+        network = NetworkPath(
+            latency_seconds=0.6, megabit=payload_bytes * 8 / 1e6 / transfer_seconds if transfer_seconds else 0.0
+        )
+        world.cluster = VirtualCluster(chosen, world, lives, network)
         world.cluster.run()
         return world
 
     whole = taken(math.inf, 0.0)
-    octets = whole.octets
+    payload_bytes = whole.payload_bytes
     sent_at = next(at for at in whole.log["sent"] if at > 15 and at == int(at))  # the other's lie at the half seconds
     died_at = sent_at + 0.1
     assert sent_at + 0.6 in taken(died_at, 0.0).log["taken"]
@@ -237,7 +243,7 @@ def test_who_comes_late_is_allocated_from_then_on() -> None:
 
 def test_who_is_refused_three_times_for_what_it_sends_starts_over() -> None:
     class Refusing(Watched):
-        def take(self, sent: Sent) -> str:
+        def take(self, sent: SentAnswer) -> str:
             return "norm" if sent.content.who[0] == "l1" and self.cluster.now < 20 else super().take(sent)
 
     chosen = RunSettings(steps=60, sync_every=6, fragments=3)
@@ -257,7 +263,7 @@ def test_a_run_that_only_counts_merges_what_a_trained_one_does(adopt: str, apart
     chosen, plan = RunSettings(steps=72, sync_every=6, fragments=3, adopt=adopt), ClusterPlan(learners=3, **apart)  # type: ignore[arg-type]
     real = TrainedModel(chosen, TASK, load_corpus(None, TASK.sequence_length))
     books = CostOnlyModel(chosen, parameters=30_000, tokens_a_step=TASK.tokens_per_step)
-    outcomes = [cluster_of(plan, FailureModel(), chosen, substance).run() for substance in (real, books)]
+    outcomes = [cluster_of(plan, FailureModel(), chosen, backend).run() for backend in (real, books)]
     names = ("merges", "tokens_reported", "tokens_merged", "merge_participation", "useful_share")
     first, second = ({name: outcome.figures[name] for name in names} for outcome in outcomes)
     # fragments of unequal size weigh unequally in what is merged
@@ -304,7 +310,7 @@ def test_a_quorum_above_the_learners_is_an_error_before_anything_runs() -> None:
 
 
 def test_a_cluster_whose_learners_are_all_gone_ends_with_a_sentence() -> None:
-    with pytest.raises(SettingError, match=r"all learners are gone at step \d+ of 60, and nobody comes back$"):
+    with pytest.raises(SettingError, match=r"all learners have left at step \d+ of 60, and none returns$"):
         counted([VirtualMember("l0", [(steady(1.0), 10.0)])])
 
 
@@ -350,4 +356,4 @@ def test_chips_whose_sites_fail_do_less() -> None:
 
 def test_paces_lie_evenly_between_the_fastest_and_the_slowest() -> None:
     plan = ClusterPlan(learners=3, slowest=2.0, step_seconds=0.5)
-    assert [pace(plan, n) for n in (1, 2, 3)] == [0.5, 0.75, 1.0]
+    assert [step_seconds_of(plan, n) for n in (1, 2, 3)] == [0.5, 0.75, 1.0]
