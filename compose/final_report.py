@@ -102,16 +102,16 @@ def judge_final(folder: RunFolder, data: Path | None) -> None:
         return
     from safetensors.torch import load_file
 
-    from ..learner.task.evaluator import CHOOSING, REPORTED, Judge, Record
+    from ..learner.task.evaluator import REPORTED_PART, TUNING_PART, EvaluationLog, Evaluator
     from ..learner.task.text import load_corpus
     from ..learner.task.transformer import Transformer
 
     model = Transformer(setup.task, setup.settings.seed)
     model.load_state_dict(load_file(folder.model))
     corpus = load_corpus(data, setup.task.sequence_length)
-    judge, record = Judge(model, corpus, setup.task, setup.settings.seed), Record(folder.path)
-    for part in (CHOOSING, REPORTED):
-        record.add(judge.judge(part, "full", t))
+    judge, record = Evaluator(model, corpus, setup.task, setup.settings.seed), EvaluationLog(folder.path)
+    for part in (TUNING_PART, REPORTED_PART):
+        record.add(judge.evaluate(part, "full", t))
 
 
 def export_model(folder: RunFolder, to: Path | None = None) -> Path:

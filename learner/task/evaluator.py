@@ -23,18 +23,18 @@ from ...common.log import get_logger
 from ..discover import discover
 from ..observer import Observer
 from .startup import StopRequest, task_of
-from .text import Corpus, baselines, check_there, generator, load_corpus, windows
+from .text import Corpus, baselines, check_exists, generator, load_corpus, windows
 from .transformer import Transformer, loss_of
 
 SMALL_TOKENS = 2**13
 FULL_TOKENS = 2**15
-AT_ONCE_TOKENS = 2**12
+BATCH_TOKENS = 2**12
 """Tokens of one forward pass: enough to keep a core busy, little enough to stay in its cache."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """A fixed set of windows: a function of the run's seed, the text, and their number."""
+    """Fixed set of windows: a function of the run's seed, the text, and their number."""
 
     part: str
     """A or B."""
@@ -47,7 +47,7 @@ class Windows:
 
 
 def validation_windows(corpus: Corpus, part: str, size: str, *, sequence_length: int, seed: int) -> Windows:
-    """The windows of held-out part `part` that every evaluation of this size in this run uses."""
+    """Windows of held-out part `part`; the same for every evaluation of this size in the run."""
     text = corpus.part(part)
     count = max(1, (SMALL_TOKENS if size == "small" else FULL_TOKENS) // sequence_length)
     starts = generator("validation", seed, part).integers(0, len(text) - sequence_length, size=count)
@@ -55,36 +55,36 @@ def validation_windows(corpus: Corpus, part: str, size: str, *, sequence_length:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, judged: Windows) -> float:
-    """Mean nats per byte over all of `judged`; the model is left as it was."""
+def evaluate(model: nn.Module, windows_: Windows) -> float:
+    """Mean nats per byte over all of `windows_`; the model is not changed."""
     device = next(model.parameters()).device
-    rows = max(1, AT_ONCE_TOKENS // judged.inputs.shape[1])
+    rows = max(1, BATCH_TOKENS // windows_.inputs.shape[1])
     total = 0.0
-    for first in range(0, len(judged.inputs), rows):
-        inputs, targets = (part[first : first + rows].to(device) for part in (judged.inputs, judged.targets))
+    for first in range(0, len(windows_.inputs), rows):
+        inputs, targets = (part[first : first + rows].to(device) for part in (windows_.inputs, windows_.targets))
         total += float(loss_of(model, inputs, targets)) * len(inputs)
-    return total / len(judged.inputs)
+    return total / len(windows_.inputs)
 
 
 log = get_logger("evaluator")
 
-LOOK_SECONDS = 0.2
-"""How often is looked whether the run is over."""
-CHOOSING, REPORTED = "A", "B"
-"""Held-out parts. All that is shown in a run is judged on B; A is judged at the end, to choose settings by."""
+POLL_SECONDS = 0.2
+"""Interval of the checks whether the run is over."""
+TUNING_PART, REPORTED_PART = "A", "B"
+"""Held-out parts. Evaluations during a run use B; A is evaluated at the end, for choosing settings."""
 
 
 def main(
-    config: LearnerConfig, data: Path | None, eval_every_seconds: float, then: Callable[[], None] = lambda: None
+    config: LearnerConfig, data: Path | None, eval_every_seconds: float, on_finished: Callable[[], None] = lambda: None
 ) -> int:
-    """Judge the run at `config.broker` until it is over or a signal asks to leave; the exit code. `then` comes after
-    the last evaluation of a run that is over.
+    """Evaluate the run at `config.broker` until it is over or a stop signal arrives; returns the exit code.
+    `on_finished` is called after the last evaluation of a finished run.
 
-    Raises a DilocoError with its own code: no run there, one that trains another text, or no text at all.
+    Raises a DilocoError with its own code if there is no run, it trains another text, or the text cannot be read.
     """
     if not eval_every_seconds > 0:
         raise SettingError(f"--eval-every must be greater than 0 seconds, not {eval_every_seconds}")
-    check_there(data)
+    check_exists(data)
     StopRequest()
     torch.set_num_threads(1)
     try:
@@ -93,18 +93,18 @@ def main(
         corpus = load_corpus(data, task.sequence_length)
         if beat.data_hash not in ("", corpus.sha256):
             raise SettingError(f"run {beat.run} trains another text than {corpus.source}; give the same --data")
-        record = Record(config.directory or Path())
-        record.write_text_facts(corpus)
-        shown = Transformer(task, seed)
-        judge = Judge(shown, corpus, task, seed)
+        log_file = EvaluationLog(config.directory or Path())
+        log_file.write_text_facts(corpus)
+        model = Transformer(task, seed)
+        evaluator = Evaluator(model, corpus, task, seed)
         with Observer(
-            config.broker, shown, run=beat.run, name=config.name, key=config.key,
+            config.broker, model, run=beat.run, name=config.name, key=config.key,
             join_timeout_seconds=config.join_timeout_seconds,
-        ) as seen:  # fmt: skip
-            follow(seen, judge, record, eval_every_seconds)
-        then()
-    except OSError as wrong:
-        raise SettingError(f"cannot write evaluations: {wrong}; check --dir and the disk") from wrong
+        ) as observer:  # fmt: skip
+            follow(observer, evaluator, log_file, eval_every_seconds)
+        on_finished()
+    except OSError as error:
+        raise SettingError(f"cannot write evaluations: {error}; check --dir and the disk") from error
     except KeyboardInterrupt:
         log.info("evaluator_left", cpu_seconds=round(time.process_time(), 2))
         return 0
@@ -112,45 +112,45 @@ def main(
     return 0
 
 
-def follow(seen: Observer, judge: Judge, record: Record, every_seconds: float) -> None:
-    """Judge version 0 in full, then what is newest from time to time, and in full what the run ends with."""
-    if not record.has_version_zero:
-        if not any(seen.versions):
-            seen.load()
-        # else merging began before we saw the model: it still holds what the seed makes, which is version 0
-        record.add(judge.judge(REPORTED, "full", 0))
-    while not seen.finished:
-        if _finished_within(seen, every_seconds):
+def follow(observer: Observer, evaluator: Evaluator, log_file: EvaluationLog, every_seconds: float) -> None:
+    """Evaluate version 0 in full, then the newest model periodically, and the final model in full."""
+    if not log_file.has_version_zero:
+        if not any(observer.versions):
+            observer.load()
+        # else merging began before the first load: the model still has its initial values, which are version 0
+        log_file.add(evaluator.evaluate(REPORTED_PART, "full", 0))
+    while not observer.finished:
+        if _finished_within(observer, every_seconds):
             break
-        t = seen.progress.step
-        seen.load()
-        record.add(judge.judge(REPORTED, "small", t))
-    seen.load()
-    for part in (CHOOSING, REPORTED):
-        record.add(judge.judge(part, "full", seen.progress.step))
+        t = observer.progress.step
+        observer.load()
+        log_file.add(evaluator.evaluate(REPORTED_PART, "small", t))
+    observer.load()
+    for part in (TUNING_PART, REPORTED_PART):
+        log_file.add(evaluator.evaluate(part, "full", observer.progress.step))
 
 
-def _finished_within(seen: Observer, seconds: float) -> bool:
+def _finished_within(observer: Observer, seconds: float) -> bool:
     due = time.monotonic() + seconds
-    while not seen.finished and time.monotonic() < due:
-        seen.check()
-        time.sleep(LOOK_SECONDS)
-    return seen.finished
+    while not observer.finished and time.monotonic() < due:
+        observer.check()
+        time.sleep(POLL_SECONDS)
+    return observer.finished
 
 
-class Judge:
-    """A model and the windows it is judged on."""
+class Evaluator:
+    """Model and the windows it is evaluated on."""
 
     def __init__(self, model: Transformer, corpus: Corpus, task: TaskSettings, seed: int) -> None:
         self.model = model
         self._windows = {
             (part, size): validation_windows(corpus, part, size, sequence_length=task.sequence_length, seed=seed)
-            for part in (CHOOSING, REPORTED)
+            for part in (TUNING_PART, REPORTED_PART)
             for size in ("small", "full")
         }
 
-    def judge(self, part: str, size: str, t: int) -> dict[str, Any]:
-        """What the model, as it is now at global step `t`, loses on held-out part `part`: a line of the record."""
+    def evaluate(self, part: str, size: str, t: int) -> dict[str, Any]:
+        """Loss of the current model, at global step `t`, on held-out part `part`: a line of the log."""
         before = time.process_time()
         loss = evaluate(self.model, self._windows[part, size])
         return {
@@ -159,8 +159,8 @@ class Judge:
         }  # fmt: skip
 
 
-class Record:
-    """What the evaluator writes into the run's folder; goes on where an earlier evaluator of the run stopped."""
+class EvaluationLog:
+    """Files that the evaluator writes into the run's folder; continues those of an earlier evaluator of the run."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
@@ -171,7 +171,7 @@ class Record:
         self._start = clock() - max((row.get("seconds", 0.0) for row in earlier), default=0.0)
 
     def _earlier(self) -> list[dict[str, Any]]:
-        """The lines that are there; half a line that a killed evaluator left is cut off."""
+        """Existing lines; cuts off a partial line left by a killed evaluator."""
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class Record:
             "tokens": corpus.tokens,
             "sha256": corpus.sha256,
             "holds_out": corpus.holds_out,
-            "baselines": {part: baselines(corpus, part) for part in (CHOOSING, REPORTED)},
+            "baselines": {part: baselines(corpus, part) for part in (TUNING_PART, REPORTED_PART)},
         }
         aside = self._folder / "text.json.new"
         aside.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -200,5 +200,5 @@ class Record:
         row = {"seconds": round(self._clock() - self._start, 3), **row}
         with self._path.open("ab", buffering=0) as file:
             file.write(json.dumps(row).encode() + b"\n")
-        part = row.pop("part")  # to the log, this word means the part of the process that speaks
+        part = row.pop("part")  # the log uses this word for the part of the process that writes
         log.info("evaluated", held_out=part, **row)

@@ -15,13 +15,13 @@ from .transformer import Transformer, loss_of
 
 log = get_logger("learner")
 
-SAY_SECONDS = 10.0
-"""Between two lines about how it goes."""
+LOG_SECONDS = 10.0
+"""Interval of progress log lines."""
 RAMP_STEPS = 20
-"""A learner's own first steps, in which Adam's moments are still young: its rate rises over them, whenever it joins."""
+"""A learner's first steps, with immature Adam moments: its learning rate rises over them, whenever it joins."""
 CLIP_NORM = 1.0
-FASTER = 5.0
-"""Learning rate of embeddings, head and gains, in that of the blocks' matrices: each of their rows sees few bytes."""
+EMBEDDING_LR_FACTOR = 5.0
+"""Learning rate of embeddings, head and gains relative to the blocks' matrices: each of their rows sees few bytes."""
 
 
 def train(
@@ -33,14 +33,14 @@ def train(
     inner_lr: float,
     stop: threading.Event,
 ) -> None:
-    """Inner steps until the run is over or `stop` is set; then the model holds what the session left in it."""
-    said_at = time.monotonic()
+    """Train until the run is over or `stop` is set; the session determines the model's final content."""
+    logged_at = time.monotonic()
     for local_step, (inputs, targets) in enumerate(batches):
         loss = train_on(session, model, optimizer, inputs, targets, local_step=local_step, inner_lr=inner_lr)
         if session.finished or stop.is_set():
             return
-        if time.monotonic() - said_at >= SAY_SECONDS:
-            said_at, run = time.monotonic(), session.progress
+        if time.monotonic() - logged_at >= LOG_SECONDS:
+            logged_at, run = time.monotonic(), session.progress
             log.info("training", step=run.step, steps=run.steps, loss=round(loss, 3), local_steps=session.local_steps)
 
 
@@ -54,7 +54,7 @@ def train_on(
     local_step: int,
     inner_lr: float,
 ) -> float:
-    """One inner step and its session call; the loss before it, in nats per byte."""
+    """One inner step and its session call; returns the loss before the step, in nats per byte."""
     rate = inner_lr * schedule(session.progress.fraction, local_step)
     loss = inner_step(model, optimizer, inputs, targets, rate)
     session.step(tokens=targets.numel(), loss=loss)
@@ -62,21 +62,21 @@ def train_on(
 
 
 def schedule(fraction: float, local_step: int) -> float:
-    """Share of the peak learning rate: it falls to zero in a straight line over the run's global steps.
+    """Share of the peak learning rate; falls linearly to zero over the run's global steps.
 
-    `fraction` of the global steps lie behind; `local_step` counts the learner's own from 0.
+    `fraction`: share of the global steps that are done; `local_step`: the learner's own, from 0.
     """
     return max(0.0, min(1.0 - fraction, (local_step + 1) / RAMP_STEPS))
 
 
 def make_optimizer(model: Transformer) -> torch.optim.AdamW:
-    """AdamW; the blocks' matrices decay, all else (embeddings, head, gains) does not and learns faster."""
+    """AdamW with weight decay for the blocks' matrices only; embeddings, head and gains have a higher learning rate."""
     inner = {id(m.weight) for m in model.blocks.modules() if isinstance(m, nn.Linear)}
     matrices = [p for p in model.parameters() if id(p) in inner]
     others = [p for p in model.parameters() if id(p) not in inner]
     groups = [
         {"params": matrices, "weight_decay": 0.1, "share": 1.0},
-        {"params": others, "weight_decay": 0.0, "share": FASTER},
+        {"params": others, "weight_decay": 0.0, "share": EMBEDDING_LR_FACTOR},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
@@ -86,7 +86,7 @@ def inner_step(
 ) -> float:
     """One step, at `rate`, of an optimizer from make_optimizer, on int64 [sequences, length].
 
-    Gives the loss before the step, in nats per byte.
+    Returns the loss before the step, in nats per byte.
     """
     device = next(model.parameters()).device
     loss = loss_of(model, inputs.to(device), targets.to(device))

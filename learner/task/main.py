@@ -12,22 +12,23 @@ from ..discover import discover
 from ..session import Session, join
 from .loop import make_optimizer, train
 from .startup import StopRequest, check_device, task_of
-from .text import Batches, Corpus, batches, check_there, load_corpus
+from .text import Batches, Corpus, batches, check_exists, load_corpus
 from .transformer import Transformer
 
 log = get_logger("learner")
 
 
 def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu", threads: int = 1) -> int:
-    """Train until the run is over or a signal asks to leave; the exit code. Raises a DilocoError with its own code.
+    """Train until the run is over or a stop signal arrives; returns the exit code. Raises a DilocoError with its own
+    code.
 
-    The text is read before the run hears of this learner, so that one without data never counts as a member.
+    The text is read before joining, so that a learner without data never counts as a member.
     """
-    check_there(data)
-    leave = StopRequest()
-    place = check_device(device)
+    check_exists(data)
+    stop_request = StopRequest()
+    torch_device = check_device(device)
     torch.set_num_threads(threads)
-    # The first optimizer loads a second's worth of torch: now, not between peers.
+    # The first optimizer loads further torch modules, which takes a second: do it before joining.
     torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")])
     try:
         beat = discover(config.broker, config.run, config.join_timeout_seconds, config.key)
@@ -35,27 +36,27 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
         corpus = load_corpus(data, task.sequence_length)
         log.info("text_ready", source=corpus.source, tokens=corpus.tokens, sha256=corpus.sha256[:16])
         if beat.data_hash not in ("", corpus.sha256):
-            log.warning("text_differs", run=beat.run, sentence="the run began with another text; both are learned")
-        model = Transformer(task, seed).to(place)
+            log.warning("text_differs", run=beat.run, sentence="the run began with another text; it now trains on both")
+        model = Transformer(task, seed).to(torch_device)
         optimizer = make_optimizer(model)
         session = join(
             config.broker, model, optimizer, name=config.name, run=beat.run, data_hash=corpus.sha256, key=config.key,
             join_timeout_seconds=config.join_timeout_seconds, orphan_timeout_seconds=config.orphan_timeout_seconds,
             directory=config.directory, tape=config.tape,
         )  # fmt: skip
-        leave.at_once = False
+        stop_request.interrupts = False
     except KeyboardInterrupt:
         log.info("left_before_joining", learner=config.name)
         return 0
     with session:
         stream = stream_of(session, corpus, task, seed)
-        train(session, model, optimizer, stream, inner_lr=task.inner_lr, stop=leave.wished)
+        train(session, model, optimizer, stream, inner_lr=task.inner_lr, stop=stop_request.requested)
     log.info("learner_stopped", learner=config.name, finished=session.finished, local_steps=session.local_steps)
     return 0
 
 
 def stream_of(session: Session, corpus: Corpus, task: TaskSettings, seed: int) -> Batches:
-    """This learner's own batches: another stream in each of its lives."""
+    """This learner's batches: each incarnation has a different stream."""
     return batches(
         corpus.train, task.batch_sequences, task.sequence_length,
         seed=seed, name=session.name, incarnation=session.incarnation,

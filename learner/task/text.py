@@ -32,25 +32,25 @@ Batches: TypeAlias = "Iterator[tuple[torch.Tensor, torch.Tensor]]"
 """(inputs, targets), both int64 [sequences, sequence_length], endlessly."""
 
 SKIPPED = {"test", "tests", "encodings", "lib2to3", "idlelib", "site-packages", "dist-packages", "__pycache__"}
-"""Folders of the standard library that are no ordinary source text, or not the library's own."""
+"""Folders of the standard library that hold no ordinary source text, or other packages."""
 LOCAL_MODULES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-"""Written when Python was built or installed: they differ between machines that run the same Python."""
+"""Generated when Python is built or installed, so they differ between machines with the same Python."""
 HELD_OUT_ONE_IN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text and its three parts, each one flat array of bytes (uint8). One byte is one token."""
+    """Text in three parts, each a flat array of bytes (uint8). One byte is one token."""
 
     source: str
-    """What the text is, in words; for messages."""
+    """Description of the text, for messages."""
     train: Bytes
     held_out_a: Bytes
     """For choosing settings."""
     held_out_b: Bytes
     """For reporting."""
     holds_out: bool = True
-    """False where the text is too small: both held-out parts are the training text itself."""
+    """False if the text is too small: both held-out parts are then the training text itself."""
 
     @property
     def tokens(self) -> int:
@@ -71,30 +71,30 @@ class Corpus:
         return {"A": self.held_out_a, "B": self.held_out_b}[name]
 
 
-def check_there(path: Path | None) -> None:
-    """SettingError if there is nothing at `path`: cheap, so that nobody waits for a run before he hears it."""
+def check_exists(path: Path | None) -> None:
+    """SettingError if `path` does not exist: a cheap check to do before waiting for a run."""
     if path is None:
         return
     try:
         path.stat()
-    except OSError as wrong:
-        raise _unreadable(str(path), wrong) from wrong
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
 
 
-def _unreadable(source: str, wrong: OSError) -> SettingError:
-    return SettingError(f"cannot read {source}: {wrong.strerror or wrong}; give --data a file or folder")
+def _unreadable(source: str, error: OSError) -> SettingError:
+    return SettingError(f"cannot read {source}: {error.strerror or error}; give --data a file or folder")
 
 
 def load_corpus(path: Path | None, sequence_length: int) -> Corpus:
-    """The standard library's text, or that of the file or folder `path`.
+    """Load the standard library's text, or that of the file or folder `path`.
 
     SettingError, naming the place, if it cannot be read or holds fewer bytes than one sequence and its last target.
     """
     source = "the standard library" if path is None else printable(str(path))
     try:
         pieces = list(_standard_library() if path is None else _own_text(path))
-    except OSError as wrong:
-        raise _unreadable(source, wrong) from wrong
+    except OSError as error:
+        raise _unreadable(source, error) from error
     train, a, b = (_joined(text for part, text in pieces if part == wanted) for wanted in ("train", "A", "B"))
     holds_out = min(len(train), len(a), len(b)) > sequence_length
     if not holds_out:
@@ -139,7 +139,7 @@ def _own_text(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _files(root: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """All regular files under `root`, but hidden ones and those in `skipped` folders, sorted by their paths' bytes."""
+    """Regular files under `root`, except hidden ones and those in `skipped` folders, sorted by their paths' bytes."""
     found = []
     for folder, inner, names in os.walk(root, onerror=_give_up):
         inner[:] = [name for name in inner if name not in skipped and not name.startswith(".")]
@@ -148,44 +148,44 @@ def _files(root: Path, skipped: Collection[str] = ()) -> list[Path]:
 
 
 def _give_up(unreadable: OSError) -> None:
-    """A folder that cannot be listed is no empty folder."""
+    """Raise the error of a folder that cannot be listed, instead of treating it as empty."""
     raise unreadable
 
 
 def generator(*parts: object) -> np.random.Generator:
-    """A stream of random numbers that depends on all of `parts` and on nothing else."""
+    """Random generator seeded by all of `parts` and nothing else."""
     words = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return np.random.default_rng(np.frombuffer(words, dtype=np.uint32))
 
 
 def windows(text: Bytes, starts: npt.NDArray[np.int64], sequence_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(inputs, targets), both int64 [len(starts), sequence_length]: each target is the byte after its input."""
-    import torch  # not at the top: `diloco up` checks the text before anything starts, and needs no torch for it
+    import torch  # not at the top: `diloco up` checks the text first, and needs no torch for that
 
     rows = text[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64)
     return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
 
 def batches(text: Bytes, sequences: int, sequence_length: int, *, seed: int, name: str, incarnation: int) -> Batches:
-    """Endless (inputs, targets) of random windows; another stream for each learner, and for each of its lives."""
+    """Endless (inputs, targets) of random windows; a different stream for each learner and incarnation."""
     random = generator("train", seed, name, incarnation)
     while True:
         yield windows(text, random.integers(0, len(text) - sequence_length, size=sequences), sequence_length)
 
 
 def baselines(corpus: Corpus, part: str) -> dict[str, float]:
-    """Nats per byte on a held-out part of three models that need no training: the marks that a learner has to pass.
+    """Nats per byte on a held-out part of three models that need no training: baselines for a learner.
 
-    uniform: every byte alike. unigram and bigram: frequencies counted in the training text; a pair that was not seen
-    there falls back on its second byte's frequency (weight 1 against the counts).
+    uniform: all bytes equally likely. unigram and bigram: frequencies in the training text; an unseen pair
+    falls back to its second byte's frequency (weight 1 against the counts).
     """
-    judged = corpus.part(part)
+    held_out = corpus.part(part)
     singles = np.bincount(corpus.train, minlength=256) + 1.0
     unigram = singles / singles.sum()
     pairs = np.bincount(corpus.train[:-1].astype(np.int64) * 256 + corpus.train[1:], minlength=65_536).reshape(256, 256)
     bigram = (pairs + unigram) / (pairs.sum(axis=1, keepdims=True) + 1)
     return {
         "uniform": float(np.log(256)),
-        "unigram": float(-np.log(unigram[judged]).mean()),
-        "bigram": float(-np.log(bigram[judged[:-1], judged[1:]]).mean()),
+        "unigram": float(-np.log(unigram[held_out]).mean()),
+        "bigram": float(-np.log(bigram[held_out[:-1], held_out[1:]]).mean()),
     }

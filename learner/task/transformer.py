@@ -18,7 +18,7 @@ from ...common.config import TaskSettings
 VOCABULARY = 256
 HEAD_CHANNELS = 32
 CONTEXT_BYTES = 3
-"""Bytes whose embeddings are added up at each position: its own and those before it."""
+"""Number of bytes whose embeddings are added at each position: its own and those before it."""
 
 
 class Attention(nn.Module):
@@ -31,10 +31,10 @@ class Attention(nn.Module):
         self.query_norm = nn.RMSNorm(HEAD_CHANNELS, eps=1e-6)
         self.key_norm = nn.RMSNorm(HEAD_CHANNELS, eps=1e-6)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
         """`x` [sequences, length, width] -> the same shape."""
         q, k, v = (part(x).unflatten(-1, (-1, HEAD_CHANNELS)).transpose(1, 2) for part in self._inputs())
-        q, k = rotate(self.query_norm(q), turns), rotate(self.key_norm(k), turns)
+        q, k = rotate(self.query_norm(q), rotations), rotate(self.key_norm(k), rotations)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
@@ -62,15 +62,15 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(width, eps=1e-6)
         self.mlp = SwiGLU(width)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turns)
+    def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotations)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
     """`forward`: bytes int64 [sequences, length] -> logits f32 [sequences, length, 256], length <= sequence_length.
 
-    The parameters are a function of `task` and `seed` alone, so that learners agree before they meet.
+    The parameters are a function of `task` and `seed` alone, so all learners start from the same model.
     """
 
     cos: Tensor
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, random: torch.Generator) -> None:
-        """Head and branches begin at zero, so that the first loss is that of a uniform guess: log 256."""
+        """Initialize head and branches to zero, so that the first loss is that of a uniform guess: log 256."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name.startswith("embeddings."):
@@ -114,9 +114,9 @@ class Transformer(nn.Module):
         return self.head(self.head_norm(x))  # type: ignore[no-any-return]
 
 
-def rotate(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions (arXiv 2104.09864) on `x` [..., length, channels]: channel i turns together with i + half."""
-    cos, sin = turns
+def rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions (arXiv 2104.09864) on `x` [..., length, channels]: channel i rotates together with i + half."""
+    cos, sin = rotations
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
@@ -128,9 +128,9 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: Transformer, prompt: bytes, count: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """`count` bytes that the model writes after `prompt` (not repeated in the result), a function of `seed`.
+    """Sample `count` bytes after `prompt` (which is not part of the result); a function of `seed`.
 
-    It sees the last `sequence_length` bytes. Temperature 0 takes the most likely byte each time. An empty prompt
+    The model sees the last `sequence_length` bytes. Temperature 0 takes the most likely byte each time. An empty prompt
     stands for a new line.
     """
     device = next(model.parameters()).device

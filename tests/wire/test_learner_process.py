@@ -92,7 +92,7 @@ def test_a_learner_without_enough_text_says_so_and_never_introduces_itself(run: 
 
 def test_a_run_of_somebodys_own_model_is_no_place_for_the_built_in_learner(run: TextRun, book: Path) -> None:
     run.task = None
-    with pytest.raises(SettingError, match="run text trains a model that its learners bring; join it from your own"):
+    with pytest.raises(SettingError, match="run text trains a model of its learners' own; join it from your own"):
         main(config(run), data=book)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 from decoupled_diloco.common.config import TaskSettings
-from decoupled_diloco.learner.task.evaluator import Judge, Record, follow
+from decoupled_diloco.learner.task.evaluator import EvaluationLog, Evaluator, follow
 from decoupled_diloco.learner.task.text import load_corpus
 from decoupled_diloco.learner.task.transformer import Transformer
 from decoupled_diloco.monitor.report import first_and_last_loss, read_evaluations
@@ -55,19 +55,19 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> Judge:
+def judge(tmp_path: Path) -> Evaluator:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     corpus = load_corpus(tmp_path / "text", TASK.sequence_length)
-    return Judge(Transformer(TASK, 0), corpus, TASK, 0)
+    return Evaluator(Transformer(TASK, 0), corpus, TASK, 0)
 
 
-def judged(folder: Path, judge: Judge, run: ScriptedRun) -> list[tuple[int, str, str]]:
-    follow(cast("Observer", run), judge, Record(folder), 0.0)
+def judged(folder: Path, judge: Evaluator, run: ScriptedRun) -> list[tuple[int, str, str]]:
+    follow(cast("Observer", run), judge, EvaluationLog(folder), 0.0)
     return [(e.t, e.part, e.size) for e in read_evaluations(folder)]
 
 
 def test_a_run_is_judged_in_full_at_version_zero_and_at_its_end_and_in_small_between(
-    tmp_path: Path, judge: Judge
+    tmp_path: Path, judge: Evaluator
 ) -> None:
     run = ScriptedRun(0, 1, 2, 3)
     assert judged(tmp_path, judge, run) == [
@@ -80,30 +80,30 @@ def test_a_run_is_judged_in_full_at_version_zero_and_at_its_end_and_in_small_bet
 
 
 def test_an_evaluator_that_comes_too_late_for_version_zero_judges_what_the_seed_makes(
-    tmp_path: Path, judge: Judge
+    tmp_path: Path, judge: Evaluator
 ) -> None:
     run = ScriptedRun(7, 8)
     assert judged(tmp_path, judge, run)[0] == (0, "B", "full")
     assert run.loaded[0] == 7
 
 
-def test_an_evaluator_that_starts_again_goes_on_in_the_same_record(tmp_path: Path, judge: Judge) -> None:
+def test_an_evaluator_that_starts_again_goes_on_in_the_same_record(tmp_path: Path, judge: Evaluator) -> None:
     clock = iter(range(100, 1000, 5))
-    first = Record(tmp_path, lambda: float(next(clock)))
-    first.add(judge.judge("B", "full", 0))
+    first = EvaluationLog(tmp_path, lambda: float(next(clock)))
+    first.add(judge.evaluate("B", "full", 0))
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"seconds": 9')
-    second = Record(tmp_path, lambda: float(next(clock)))
+    second = EvaluationLog(tmp_path, lambda: float(next(clock)))
     assert not first.has_version_zero
     assert second.has_version_zero
-    second.add(judge.judge("B", "small", 50))
+    second.add(judge.evaluate("B", "small", 50))
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["seconds"] for line in lines] == [5.0, 10.0]
 
 
-def test_the_record_tells_what_an_evaluation_cost_and_what_the_text_is(tmp_path: Path, judge: Judge) -> None:
-    record = Record(tmp_path)
-    record.add(judge.judge("A", "small", 3))
+def test_the_record_tells_what_an_evaluation_cost_and_what_the_text_is(tmp_path: Path, judge: Evaluator) -> None:
+    record = EvaluationLog(tmp_path)
+    record.add(judge.evaluate("A", "small", 3))
     (row,) = read_evaluations(tmp_path)
     assert row.cpu_seconds >= 0
     assert row.t == 3

@@ -62,7 +62,7 @@ def test_the_loop_ends_after_the_step_in_which_somebody_wished_so() -> None:
 def test_who_watches_a_learner_hears_how_it_goes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "LOG_SECONDS", 0.0)
     trained(threading.Event())
     told = capsys.readouterr().err
     assert "training step=1 steps=3 loss=5.5" in told
