@@ -1,4 +1,4 @@
-"""`diloco syncer`: read the settings, build the parts, run. Exit codes are those of the errors (common.errors)."""
+"""The syncer process (`diloco syncer`): builds the components and runs the loop. Exit codes: see common/errors.py."""
 
 from __future__ import annotations
 
@@ -21,51 +21,49 @@ from .transport import Transport
 
 
 def main(config: SyncerConfig) -> None:
-    """Serve the run until it is over or a signal asks for a stop. DilocoError says what went wrong."""
+    """Serve the run until its end or a stop signal. Raises a DilocoError that names the problem."""
     log = get_logger("syncer")
     run = config.settings.run
-    teller = Telemetry(Registry(config.redis, run, log), log, run)
+    telemetry = Telemetry(Registry(config.redis, run, log), log, run)
 
     def malformed(topic: bytes, wrong: Malformed) -> None:
         name, kind = sender_from_topic(topic)
-        teller.reject(name, wrong.reason, message=kind, detail=str(wrong)[:200])
+        telemetry.reject(name, wrong.reason, message=kind, detail=str(wrong)[:200])
 
     def absent(seconds: float) -> None:
-        if lines.refusal:
-            log.warning("broker_refuses", sentence=lines.refusal, seconds=round(seconds))
-        elif lines.unresolved:
-            log.warning("host_unresolved", sentence=lines.unresolved, seconds=round(seconds))
+        if transport.refusal:
+            log.warning("broker_refuses", sentence=transport.refusal, seconds=round(seconds))
+        elif transport.unresolved:
+            log.warning("host_unresolved", sentence=transport.unresolved, seconds=round(seconds))
         else:
             log.warning("broker_absent", broker=config.broker, seconds=round(seconds))
 
-    lines = Transport(config.broker, run, malformed, config.key)
-    listening = EpochDiscovery(lines, config.listen_seconds, absent)
+    transport = Transport(config.broker, run, malformed, config.key)
+    discovery = EpochDiscovery(transport, config.listen_seconds, absent)
     try:
-        # Torch comes with these. It takes as long to load as `listening` has to listen anyway.
+        # These import torch, which takes about as long as the epoch discovery that runs meanwhile.
         from .loop import Syncer  # noqa: PLC0415
         from .run_state import assemble  # noqa: PLC0415
 
-        syncer = Syncer(assemble(config, lines, listening, teller))
-        gc.freeze()  # torch's hundred thousands of objects stay for ever: no collection need look at them
+        syncer = Syncer(assemble(config, transport, discovery, telemetry))
+        gc.freeze()  # torch's many objects live for ever: no garbage collection needs to visit them
 
-        def ask_to_stop(_signal: int, _frame: FrameType | None) -> None:
+        def request_stop(_signal: int, _frame: FrameType | None) -> None:
             syncer.stop()
 
         for number in stop_signals():
-            signal.signal(number, ask_to_stop)
+            signal.signal(number, request_stop)
         syncer.run()
     finally:
-        listening.close()
-        teller.registry.close()
-        lines.close()
+        discovery.close()
+        telemetry.registry.close()
+        transport.close()
     if config.stop_redis and config.redis is not None and syncer.finished:
         stop_redis(config.redis, log)
 
 
 def stop_redis(url: str, log: FilteringBoundLogger) -> None:
-    """Tell the store that it may end, since nobody writes to it any more. The run is safe: one that stays is told of,
-    and no more.
-    """
+    """Shut the Redis server down after the run. A failure is only logged: the run is saved already."""
     try:
         save_and_shut_down(url)
     except DilocoError as wrong:

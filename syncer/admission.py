@@ -1,8 +1,8 @@
-"""What a Hello is answered: seed, wait, welcome, refused or finished. Pure; version 0's bytes are assembled here.
+"""Admission of learners and observers: the answer to a Hello (seed, wait, welcome, refused or finished). Pure.
 
-Until version 0 lies complete on the syncer's disk nobody is welcome. It comes from a file, or from ONE learner chosen
-here; the choice lapses when that learner is silent for 3 beats. After that no fresh learner can ever become the
-authority: another layout is refused, the same one fetches what the run has.
+No learner is welcome until version 0 is complete on the syncer's disk. It comes from a file, or from ONE learner
+chosen here; the choice lapses when that learner is silent for 3 beats. After that no new learner can replace the model:
+another layout is refused, and the same layout fetches the run's values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .ledger import Who
 from .membership import SILENCE_SECONDS, Membership
 
 STUCK_SECONDS = 60.0
-"""A chosen learner that says Hello, and sends no chunk of version 0 for so long, is chosen no more."""
+"""A chosen learner that sends Hellos, but no chunk of version 0 for this time, is replaced for good."""
 STUCK_NAMES = 1000
 COPIES = 3
-"""f32 copies of the model that the syncer holds at the least: as it arrives, Theta, and the residual."""
+"""Least number of f32 copies of the model in the syncer: the received one, Theta, and the error feedback."""
 
 Verdict = Literal["welcome", "wait", "seed", "refused", "finished", "reset", "notice"]
 
@@ -38,13 +38,13 @@ class Reply:
 
 @dataclass
 class SeedAssembly:
-    """The chosen learner, what it has sent so far, and when it was last heard."""
+    """Version 0 as received so far from the chosen learner."""
 
     who: Who
     plan: Plan
     heard_at: float
     progress_at: float
-    """When the last chunk came, or it was chosen."""
+    """Time of the last chunk, or of the choice."""
     assemblies: dict[int, Assembly] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,16 +57,16 @@ class SeedAssembly:
 
 
 def layout_of(hello: Hello) -> Layout:
-    """The layout in a Hello's payload, checked and fitting its fingerprint; Malformed otherwise."""
+    """The layout in a Hello's payload; Malformed if it is invalid or does not match the Hello's fingerprint."""
     layout = _layout_in(bytes(hello.payload))
     if layout.fingerprint != hello.fingerprint:
-        raise Malformed("layout", "the fingerprint does not fit the layout")
+        raise Malformed("layout", "the fingerprint does not match the layout")
     return layout
 
 
 @lru_cache(maxsize=2)
 def _layout_in(payload: bytes) -> Layout:
-    """A Hello is repeated until it is answered, and a layout of many tensors takes a while to read."""
+    """Cached: a Hello is repeated until it is answered, and a layout of many tensors takes a while to decode."""
     return unpack_layout(payload)
 
 
@@ -76,12 +76,12 @@ def plan_for(layout: Layout, settings: RunSettings) -> Plan:
 
 
 def most_members(fragments: int, calls: int) -> int:
-    """So many may be live at once: a tenth stays for those that were lost and replaced while a call is open."""
+    """Most learners that may be live at once; a tenth is reserved for learners replaced while a call is open."""
     return max(1, most_learners(fragments, calls) * 9 // 10)
 
 
 def check_memory(plan: Plan) -> None:
-    """SettingError if the run cannot fit into this machine's memory; whatever size somebody states, none is taken."""
+    """SettingError if the run does not fit into this machine's memory. Checked before any memory is allocated."""
     needed = COPIES * 4 * sum(f.length for f in plan.fragments) + plan.layout.static_bytes
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
@@ -92,7 +92,7 @@ def check_memory(plan: Plan) -> None:
 
 
 class Admission:
-    """Answers Hellos. `plan` is None until version 0 is there."""
+    """Answers Hellos. `plan` is None until version 0 is complete."""
 
     def __init__(self, settings: RunSettings, plan: Plan | None = None) -> None:
         self.settings = settings
@@ -100,10 +100,10 @@ class Admission:
         self.seeding: SeedAssembly | None = None
         self.finished = False
         self._stuck: set[str] = set()
-        """Names that were chosen to send version 0 and stopped sending."""
+        """Names of learners that were chosen to send version 0 and stopped sending."""
 
     def reply(self, hello: Hello, members: Membership, now: float) -> Reply:
-        """The answer to `hello`; Malformed if its layout is not what it must be."""
+        """The answer to `hello`; Malformed if its layout is invalid."""
         if self.plan is None:
             return self._before_seed(hello, now)
         if hello.fingerprint != self.plan.layout.fingerprint:
@@ -121,7 +121,7 @@ class Admission:
         return self._admit(hello, members, now, "welcome")
 
     def _admit(self, hello: Hello, members: Membership, now: float, welcome: Verdict) -> Reply:
-        """The answer `welcome`, unless another learner holds the name."""
+        """The answer `welcome`, unless another live learner holds the name."""
         verdict = members.admit(hello.name, hello.incarnation, now)
         if verdict == "refused":
             return Reply("refused", f"the name {hello.name} is in use by a learner that is alive; take another --name")
@@ -134,7 +134,7 @@ class Admission:
         if self.seeding is not None and self._lapses(self.seeding, now):
             self.seeding = None
         if self.seeding is None and hello.name in self._stuck:
-            return Reply("wait", "you were chosen to send version 0, and did not: somebody else has to")
+            return Reply("wait", "you were chosen to send version 0, and did not: another learner is to send it")
         if self.seeding is None:
             try:
                 plan = plan_for(layout_of(hello), self.settings)
@@ -148,14 +148,14 @@ class Admission:
         return Reply("seed", missing=self.seeding.missing())
 
     def _lapses(self, seeding: SeedAssembly, now: float) -> bool:
-        """The choice is over with who fell silent, and with who goes on saying Hello and sends nothing."""
+        """Whether the chosen learner is replaced: it is silent, or it sends Hellos but no chunk."""
         if now - seeding.progress_at >= STUCK_SECONDS and len(self._stuck) < STUCK_NAMES:
             self._stuck.add(seeding.who[0])
             return True
         return now - seeding.heard_at >= SILENCE_SECONDS
 
     def seed(self, message: Seed, now: float) -> SeedAssembly | None:
-        """Take one chunk of version 0; the complete Seeding when it was the last one. Malformed on any misfit."""
+        """Take one chunk of version 0; returns the assembly when it is complete. Malformed if the chunk is invalid."""
         seeding = self.seeding
         if seeding is None or seeding.who != (message.name, message.incarnation):
             raise Malformed("stranger", "not chosen to send version 0")

@@ -1,8 +1,9 @@
-"""How many outer gradients become one (paper section 3): the weight of each, and weighted RDA tensor by tensor.
+"""Aggregation of outer gradients (arXiv 2604.21428, section 3): token weights, and Radial-Directional Averaging (RDA)
+of each tensor.
 
-RDA averages directions and norms apart, so that M nearly orthogonal outer gradients of norm R give one of norm R,
-where the plain mean gives R / sqrt(M). Nothing here keeps state, and sums run in the order given: callers sort the
-contributors by (name, incarnation), which makes the result independent of who arrived first.
+RDA averages directions and norms separately, so that M nearly orthogonal outer gradients of norm R give one of norm R,
+where the plain mean gives R / sqrt(M). The functions are stateless and sum in the given order: callers sort
+contributors by (name, incarnation), which makes the result independent of the order of arrival.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from ..common.errors import Malformed
 from ..common.fragments import SMALL_TENSOR, Fragment, Slot
 
 CANCELLED = 1e-6
-"""A sum of unit vectors shorter than this share of the sum of weights has no direction to speak of."""
+"""If the sum of unit vectors is shorter than this share of the sum of weights, it has no meaningful direction."""
 SHORT, LONG = 1e-30, 1e30
-"""Between these a norm and its inverse are factors that f32 can hold, whatever the weights."""
+"""Between these limits a norm and its inverse are factors that f32 can hold, for all weights."""
 
 
 def token_weight(tokens: int, steps: int) -> float:
-    """w = c_tokens * (c_tokens / c_steps), "quantity x quality" (paper section 3). No steps weigh nothing."""
+    """w = c_tokens * (c_tokens / c_steps), "quantity x quality" (arXiv 2604.21428, section 3); 0 without steps."""
     return tokens * tokens / steps if steps else 0.0
 
 
 @torch.no_grad()
 def merge(fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """One outer gradient out of several: a new flat vector of the fragment's length, zero in the holes between tensors.
+    """Aggregate outer gradients of one fragment; returns a new flat vector, zero in the holes between tensors.
 
-    deltas: flat f32 or f64 vectors, finite; the result is f64 if one of them is. weights: >= 0; who weighs nothing is
-    left out, and if that leaves one, the result is its delta bit for bit. Malformed ("weights") if nobody weighs
-    anything or a weight is negative or not finite.
+    deltas: flat f32 or f64 vectors, finite; the result is f64 if one of them is. weights: >= 0; deltas of weight 0 are
+    left out, and if one is left, the result equals it bit for bit. Malformed ("weights") if all weights are 0, or one
+    is negative or not finite.
     """
     if len(deltas) != len(weights) or any(len(delta) != fragment.length for delta in deltas):
         raise ValueError(f"{len(deltas)} deltas, {len(weights)} weights: each delta has {fragment.length} elements")
@@ -61,7 +62,9 @@ def _merge_tensor(slot: Slot, out: Tensor, views: Sequence[Tensor], shares: Sequ
 
 
 def _merge_directions(out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
-    """Weighted RDA: (sum w_i |v_i| / sum w_i) * phi(sum w_i phi(v_i) / sum w_i), with phi(0) = 0."""
+    """Weighted RDA (arXiv 2604.21428, section 3): (sum w_i |v_i| / sum w_i) * phi(sum w_i phi(v_i) / sum w_i), where
+    phi(v) = v / |v| and phi(0) = 0.
+    """
     norms = [norm(view) for view in views]
     if out.dtype == torch.float32 and not all(n == 0 or SHORT < n < LONG for n in norms):
         wide = out.double()
@@ -78,7 +81,7 @@ def _merge_directions(out: Tensor, views: Sequence[Tensor], shares: Sequence[flo
 
 
 def _combine(out: Tensor, views: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """out <- sum of factor_i * view_i, in the order given; a slab at a time, so that `out` stays in the cache."""
+    """out <- sum of factor_i * view_i in the given order, one slab at a time, so that `out` stays in the cache."""
     for part in slabs(out):
         torch.mul(views[0][part], factors[0], out=out[part])
         for view, factor in zip(views[1:], factors[1:], strict=True):
@@ -86,13 +89,13 @@ def _combine(out: Tensor, views: Sequence[Tensor], factors: Sequence[float]) -> 
 
 
 def norm(vector: Tensor) -> float:
-    """Euclidean norm of a flat vector, right for every finite f32 value, however large or small."""
+    """Euclidean norm of a flat vector, correct for all finite f32 values, however large or small."""
     length = _norm(vector, vector.dtype)
-    if vector.dtype == torch.float32 and not 1e-12 < length < math.inf:  # the squares left the range of f32
+    if vector.dtype == torch.float32 and not 1e-12 < length < math.inf:  # the squares are out of f32's range
         length = _norm(vector, torch.float64)
     return length
 
 
 def _norm(vector: Tensor, dtype: torch.dtype) -> float:
-    """With squares and their sums in `dtype`, a slab at a time."""
+    """The norm with squares and sums in `dtype`, one slab at a time."""
     return math.hypot(*(float(torch.linalg.vector_norm(vector[part], dtype=dtype)) for part in slabs(vector)))

@@ -33,7 +33,7 @@ def beat_message(run: RunState, config: SyncerConfig, now: float) -> Beat:
 
 def publish_status(parts: Components, run: RunState, now: float, state: str | None = None) -> None:
     """Write the run and its learners to Redis; `state` replaces the run's phase."""
-    telemetry, stall, writer = parts.teller, run.block, parts.writer
+    telemetry, stall, writer = parts.telemetry, run.block, parts.writer
     state = state or run.phase
     blocked = {"blocked": stall.text, "blocked_seconds": round(stall.seconds) if stall.text else ""}
     if run.served is None:

@@ -1,4 +1,6 @@
-"""The syncer's steady clock: seconds in which it could listen. What it slept through is nobody else's lateness."""
+"""Steady clock of the syncer. It excludes time in which the process was suspended or disconnected, so that peers are
+not timed out for it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ PAUSE_SECONDS = 2.0
 
 
 class SteadyClock:
-    """Monotonic seconds that stand still while this process was paused or had no broker."""
+    """Monotonic seconds, without the time in which this process was paused or had no broker."""
 
     def __init__(self) -> None:
         self._turned_at = time.monotonic()
@@ -17,12 +19,12 @@ class SteadyClock:
         self._last = 0.0
 
     def now(self) -> float:
-        """Seconds since an arbitrary moment; never less than before."""
+        """Seconds since an arbitrary moment; never decreases."""
         self._last = max(self._last, time.monotonic() - self._forgiven)
         return self._last
 
     def turn(self, *, connected: bool) -> float:
-        """Once a turn of the loop: forgive what it took if nothing could be heard. Seconds forgiven."""
+        """Call once in each turn of the loop. Returns the seconds excluded since the last call."""
         real = time.monotonic()
         took, self._turned_at = real - self._turned_at, real
         pause = took if not connected else took - PAUSE_SECONDS / 2 if took > PAUSE_SECONDS else 0.0

@@ -1,4 +1,4 @@
-"""Who comes, who is here, who goes: Hello, Seed, Alive, Goodbye and the Welcomes that answer them."""
+"""Handlers of control messages: Hello, Seed, Alive, Goodbye and final Buffers, and the Welcomes that answer them."""
 
 from __future__ import annotations
 
@@ -24,50 +24,52 @@ from .startup import serve
 
 
 class ControlHandler:
-    """Takes the messages of coming and going, and answers them."""
+    """Handles the messages of admission, living and leaving learners."""
 
     def __init__(self, parts: Components, run: RunState) -> None:
         self._parts, self._run = parts, run
-        self._joining = Admission(run.settings)
+        self._admission = Admission(run.settings)
         self.asked_at = float("-inf")
-        """When somebody said Hello last."""
+        """Time of the last Hello."""
         self._greeted: dict[str, int] = {}
-        """Name -> incarnation of the last thousand that said a valid Hello: no other sender is answered unasked."""
+        """Name -> incarnation of the last thousand senders of a valid Hello: only these get unrequested answers."""
 
     def hello(self, hello: Hello, now: float) -> None:
-        run, joining, teller = self._run, self._joining, self._parts.teller
+        run, admission, telemetry = self._run, self._admission, self._parts.telemetry
         self.asked_at = now
-        joining.plan = run.served.state.plan if run.served else None
-        joining.finished = run.phase == "finished"
-        chosen = joining.seeding
+        admission.plan = run.served.state.plan if run.served else None
+        admission.finished = run.phase == "finished"
+        chosen = admission.seeding
         self._greet(hello)
-        reply = joining.reply(hello, run.served.rounds.members if run.served else Membership(), now)
+        reply = admission.reply(hello, run.served.rounds.members if run.served else Membership(), now)
         if reply.verdict == "seed" and self._parts.config.init is not None:
             reply = self._seed_from_file(self._parts.config.init)
         if reply.verdict == "refused":
-            teller.event("refused", learner=hello.name, reason=reply.reason)
-        if joining.seeding is not None and joining.seeding is not chosen:
+            telemetry.event("refused", learner=hello.name, reason=reply.reason)
+        if admission.seeding is not None and admission.seeding is not chosen:
             run.phase = "seeding"
-            teller.event("seeding", learner=hello.name)
+            telemetry.event("seeding", learner=hello.name)
         if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
             self._join(run.served, hello, now)
         if reply.verdict == "finished" and hello.role == "learner":
             run.confirmations.expect([(hello.name, hello.incarnation)])
             run.confirmations.record_request((hello.name, hello.incarnation), time.monotonic())
         if reply.verdict == "finished" and not run.buffers.settled:
-            reply = Reply("wait", "the final buffers are on their way")
+            reply = Reply("wait", "the final buffers are being received")
         self._answer(hello.name, hello.incarnation, reply)
 
     def seed(self, message: Seed, now: float) -> None:
         if self._run.served is not None:
-            return  # a chunk of version 0 that came twice
-        seeding = self._joining.seed(message, now)
+            return  # a repeated chunk of version 0
+        seeding = self._admission.seed(message, now)
         if seeding is None:
             return
         try:
             self._seeded(seeding.plan, *_vectors(seeding), source=message.name)
         except Malformed as wrong:
-            self._answer(message.name, message.incarnation, Reply("refused", f"your model is no version 0: {wrong}"))
+            self._answer(
+                message.name, message.incarnation, Reply("refused", f"your model cannot be version 0: {wrong}")
+            )
             raise
 
     def alive(self, alive: Alive, now: float) -> None:
@@ -80,20 +82,20 @@ class ControlHandler:
         member = served.rounds.heard(alive, now)
         if member is None:
             if was is None:
-                self._tell_stranger(alive, members)
+                self._answer_stranger(alive, members)
             raise Malformed("stranger", "not a member")
         if returned:
-            self._parts.teller.event("returned", learner=member.name)
+            self._parts.telemetry.event("returned", learner=member.name)
         served.figures.record_first_step(now, alive.since_first_step_seconds)
         if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
             self.reset(member, "it holds other bits than the run")
 
-    def _tell_stranger(self, alive: Alive, members: Membership) -> None:
-        """Who was silent for so long that it is no member any more does not know: it would train on for nothing."""
+    def _answer_stranger(self, alive: Alive, members: Membership) -> None:
+        """A learner that was silent for too long is no longer a member; without an answer it would train in vain."""
         holder = members.by_name.get(alive.name)
-        reply = Reply("wait", "you were not heard for long; say Hello again")
+        reply = Reply("wait", "you were silent for too long; say Hello again")
         if holder is not None and holder.state in ("live", "stalled"):
-            reply = Reply("refused", f"another learner took the name {alive.name} while you were not heard")
+            reply = Reply("refused", f"another learner took the name {alive.name} while you were silent")
         self._answer(alive.name, alive.incarnation, reply)
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
@@ -103,21 +105,21 @@ class ControlHandler:
         if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
             self._offer(goodbye, now)
         if served is None or member is None or member.state == "left":
-            return  # the same goodbye again
+            return  # a repeated Goodbye
         served.rounds.left(who, goodbye.local_steps, goodbye.tokens)
-        self._parts.teller.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
+        self._parts.telemetry.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
-            self._parts.teller.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
-        self._parts.teller.publish_learner(member, served.rounds, now)
+            self._parts.telemetry.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
+        self._parts.telemetry.publish_learner(member, served.rounds, now)
 
     def _offer(self, goodbye: Goodbye, now: float) -> None:
-        """A learner that holds the final model says what its training has made of the static part."""
+        """Record a learner's offer of its static tensors, if it holds the final model."""
         run = self._run
         if run.phase == "finished" and goodbye.reason == "finished" and goodbye.model_hash == run.model_hash:
             run.buffers.offer((goodbye.name, goodbye.incarnation), goodbye.buffers, now)
 
     def buffers(self, message: Buffers, now: float) -> None:
-        """Take one chunk of the final buffers; the writer checks and stores them when all are here."""
+        """Take one chunk of the final buffers; when complete, the checkpoint writer checks and stores them."""
         run = self._run
         if run.served is None or run.phase != "finished":
             raise Malformed("early", "buffers are taken once the run is finished")
@@ -127,8 +129,8 @@ class ControlHandler:
             self._parts.writer.store_buffers(state.plan, received, state.static)
 
     def buffers_stored(self, served: Served, stored: StoredBuffers, now: float) -> None:
-        """Checked buffers into the model. Malformed if they are refused: then another learner is asked."""
-        learner, teller, state = stored.received.last.name, self._parts.teller, served.state
+        """Put checked buffers into the model. Malformed if they are rejected: another learner is then selected."""
+        learner, telemetry, state = stored.received.last.name, self._parts.telemetry, served.state
         if stored.refused is not None:
             self._run.buffers.record_check(f"sent invalid buffers ({stored.refused})", now)
             raise stored.refused
@@ -136,18 +138,18 @@ class ControlHandler:
         state.replace_static(learner, stored.moved, stored.static)
         if stored.error:
             sentence = (
-                f"the buffers of {learner} could not be stored ({stored.error}); model.safetensors gets them all the "
-                "same, a syncer that is started again would not have them"
+                f"the buffers of {learner} could not be stored ({stored.error}); model.safetensors still gets them, "
+                "but a restarted syncer would not have them"
             )
-            teller.warn("buffers_not_saved", learner=learner, error=stored.error, sentence=sentence)
+            telemetry.warn("buffers_not_saved", learner=learner, error=stored.error, sentence=sentence)
         names = [state.plan.layout.static[index].name for index in stored.moved]
-        teller.event("buffers_taken", learner=learner, tensors=len(names), first=", ".join(names[:3]))
+        telemetry.event("buffers_taken", learner=learner, tensors=len(names), first=", ".join(names[:3]))
 
     def rejected(self, kind: str, name: str, incarnation: int | None, reason: str, detail: str) -> None:
-        """A message was not taken: count it, reset a learner after three wrong answers in a row, and warn a sender
-        whose messages are rejected again and again.
+        """Count a rejected message, reset a learner after three consecutive invalid answers, and warn a sender whose
+        messages are rejected repeatedly.
 
-        incarnation: None where the message could not be read and its topic alone names the sender.
+        incarnation: None if the message could not be decoded and only its topic names the sender.
         """
         served = self._run.served
         member = served.rounds.members.by_name.get(name) if served else None
@@ -168,8 +170,8 @@ class ControlHandler:
                 self._answer(name, incarnation, Reply("notice", notice))
 
     def waits_for(self, now: float) -> StallReason | None:
-        """What a run without a model waits for, once a learner is chosen to begin it."""
-        seeding = self._joining.seeding
+        """Why a run without a model does not start, if the learner chosen to seed it sends nothing."""
+        seeding = self._admission.seeding
         if seeding is None or now - seeding.progress_at < stall_diagnosis.SEED_SECONDS:
             return None
         parts, missing = len(seeding.assemblies), len(seeding.missing())
@@ -186,28 +188,28 @@ class ControlHandler:
             del self._greeted[next(iter(self._greeted))]
 
     def reset(self, member: Member, why: str) -> None:
-        """Order a learner to drop what it has and fetch every fragment, unless it was told so a moment ago."""
+        """Command a learner to drop its state and fetch every fragment, unless that was done a moment ago."""
         if not member.order_reset(self._parts.clock.now()):
             return
-        self._parts.teller.warn("reset", learner=member.name, reason=why)
+        self._parts.telemetry.warn("reset", learner=member.name, reason=why)
         self._answer(member.name, member.incarnation, Reply("reset", why))
 
     def _join(self, served: Served, hello: Hello, now: float) -> None:
-        members, teller = served.rounds.members, self._parts.teller
+        members, telemetry = served.rounds.members, self._parts.telemetry
         known = members.get((hello.name, hello.incarnation))
         member = served.rounds.join(hello.name, hello.incarnation, now)
         member.host, member.device, member.pid = hello.host, hello.device, hello.pid
         if known is not None:
             return
-        teller.event("joined", learner=hello.name, incarnation=hello.incarnation, host=hello.host)
+        telemetry.event("joined", learner=hello.name, incarnation=hello.incarnation, host=hello.host)
         ours = self._parts.config.data_hash
         if ours and hello.data_hash and ours != hello.data_hash:
-            teller.warn("data_differs", learner=hello.name)
+            telemetry.warn("data_differs", learner=hello.name)
 
     def _answer(self, name: str, incarnation: int, reply: Reply) -> None:
-        seeding, served = self._joining.seeding, self._run.served
+        seeding, served = self._admission.seeding, self._run.served
         plan = served.state.plan if served else seeding.plan if seeding else None
-        self._parts.lines.send(
+        self._parts.transport.send(
             Welcome(
                 run=self._run.settings.run,
                 name=name,
@@ -222,8 +224,8 @@ class ControlHandler:
         )
 
     def _seed_from_file(self, path: Path) -> Reply:
-        """Version 0 from the file that was given, if it holds the model that the first Hello describes."""
-        seeding, self._joining.seeding = self._joining.seeding, None
+        """Read version 0 from the file of `--init`, if it holds the model that the first Hello describes."""
+        seeding, self._admission.seeding = self._admission.seeding, None
         if seeding is None:
             return Reply("wait")
         try:
@@ -234,12 +236,12 @@ class ControlHandler:
         return Reply("wait", "version 0 has just been read")
 
     def _seeded(self, plan: Plan, vectors: list[torch.Tensor], static: bytes, *, source: str) -> None:
-        """Version 0 is complete: on the disk first, and only then for anybody to use."""
+        """Version 0 is complete: save it, and only then serve it."""
         settings = self._run.settings
-        self._joining.seeding = None  # whatever becomes of it, this choice is over
+        self._admission.seeding = None  # also if what follows fails
         self._parts.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
         serve(self._parts, self._run, GlobalModel.from_version_zero(plan, settings, vectors, static))
-        self._parts.teller.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
+        self._parts.telemetry.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
 
 
 def _holds_other_bits(served: Served, alive: Alive) -> bool:
@@ -248,7 +250,7 @@ def _holds_other_bits(served: Served, alive: Alive) -> bool:
 
 
 def _vectors(seeding: SeedAssembly) -> tuple[list[torch.Tensor], bytes]:
-    """Flat f32 vectors of every fragment and the static bytes, from the complete assemblies."""
+    """The flat f32 vectors of all fragments and the static bytes, from the complete assemblies."""
     plan = seeding.plan
     vectors = [torch.frombuffer(seeding.assemblies[p].payload, dtype=torch.float32) for p in range(plan.P)]
     return vectors, bytes(seeding.assemblies[plan.static_index].payload)

@@ -23,30 +23,31 @@ from .rounds import Rounds
 NORM_FACTOR = 100.0
 NORM_WINDOW = 32
 NORM_AFTER = 8
-"""Judged only after so many merged deltas: at the start nothing is known of what is usual."""
+"""Merged deltas before the filter judges: at the start the usual norm is unknown."""
 INSISTS_AFTER = 8
-"""Refusals of one learner at one fragment, more than twice as many as lead to its reset, after which it insists."""
+"""Consecutive rejections of one learner at one fragment after which its norms count as persistent; more than twice those
+that lead to its reset."""
 
 
 class NormFilter:
-    """Per fragment, the norms of the last 32 merged deltas, for each inner step that they cover: the first ones cover a
-    step or two, at the lowest learning rate, and later ones H of them.
+    """Filters deltas by norm. For each fragment it keeps the norms of the last 32 merged deltas, divided by the inner steps
+    that they cover: the first ones cover a step or two, later ones H.
 
-    What is usual may change at once for everybody (a schedule that starts again, a layer that thaws, an outer step that
-    overshoots). So who is refused again and again is counted, and where that becomes more than half of the learners it
-    is they who say what is usual: otherwise that fragment would never be merged again, and the run would never end.
+    The usual norm may change for all learners at once (a restarted schedule, an unfrozen layer, an outer step that
+    overshoots). So rejections are counted, and if more than half of the learners are rejected persistently, their norms
+    become the usual ones: otherwise that fragment would never be merged again, and the run would never end.
     """
 
     def __init__(self, fragments: int, most_steps: int) -> None:
-        """most_steps: so many are believed at most, since who states more would be allowed more."""
+        """most_steps: upper bound of the steps used for a delta, since a larger claim would permit a larger norm."""
         self._most_steps = most_steps
         self._norms: list[deque[float]] = [deque(maxlen=NORM_WINDOW) for _ in range(fragments)]
         self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
-        """Per fragment, since its last merge: learner -> (refusals, the norm of the last one)."""
+        """For each fragment, since its last merge: learner -> (rejections, norm of the last one)."""
 
     def absurd(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
-        """True if `norm`, over `steps`, of `name` among the `live` learners, is over 100 times the median (0 judges
-        nothing).
+        """Whether the norm of `name`'s delta over `steps` exceeds 100 times the median, among the `live` learners. False
+        while the median is 0.
         """
         norm = self._a_step(norm, steps)
         known = self._norms[fragment]
@@ -72,26 +73,26 @@ class NormFilter:
 
 
 Key = tuple[Who, int]
-"""(learner, fragment): one delta at a time is being assembled for each."""
+"""(learner, fragment): one delta at a time is assembled for each."""
 
 
 @dataclass(frozen=True)
 class DecodedDelta:
-    """A delta as it is merged: flat [fragment.length], f32 (f64 from codec f32), and its L2 norm."""
+    """A decoded delta, flat [fragment.length], f32 (f64 from codec f32), and its L2 norm."""
 
     delta: Tensor
     norm: float
 
 
 class DeltaAssembler:
-    """Assembles deltas. Memory: at most one payload a member and open call."""
+    """Assembles deltas from chunks. Memory: at most one payload for each member and open call."""
 
     def __init__(self, rounds: Rounds, state: GlobalModel, screen: NormFilter) -> None:
         self._rounds, self._state, self._screen = rounds, state, screen
         self._assemblies: dict[Key, tuple[tuple[int, int], Assembly]] = {}
 
     def take(self, delta: Delta) -> Answer | None:
-        """The answer that this chunk completes, None while chunks are missing. Malformed with the reason otherwise."""
+        """The answer that this chunk completes, or None while chunks are missing. Malformed with the reason if rejected."""
         rounds = self._rounds
         if delta.epoch != rounds.epoch:
             raise Malformed("epoch", f"{delta.epoch}, now {rounds.epoch}")

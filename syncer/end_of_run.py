@@ -26,14 +26,14 @@ def export(parts: Components, run: RunState, served: Served, unconfirmed: Mappin
         "t": served.rounds.t,
         "model_hash": served.state.model_hash(),
         "learners": learner_rows(served.rounds),
-        "rejected": parts.teller.rejection_counts(),
-        "messages_dropped": parts.lines.dropped,
+        "rejected": parts.telemetry.rejection_counts(),
+        "messages_dropped": parts.transport.dropped,
         "unconfirmed": unconfirmed,
         **_buffers_summary(served),
         "buffers_failed": run.buffers.failed,
-        "messages_missed": parts.lines.gaps,
-        "syncer_bytes_up": parts.lines.bytes_up,
-        "syncer_bytes_down": parts.lines.bytes_down,
+        "messages_missed": parts.transport.gaps,
+        "syncer_bytes_up": parts.transport.bytes_up,
+        "syncer_bytes_down": parts.transport.bytes_down,
     }
     write_summary(folder / "summary.json", summary)
 
@@ -57,7 +57,7 @@ def warn_unconfirmed(parts: Components, unconfirmed: Mapping[str, str]) -> None:
         f"{config.drain_most_seconds:g} s at most; the model is saved, and "
         f"`diloco syncer --broker {config.broker} --dir {folder}` gives it to learners that still train"
     )
-    parts.teller.warn("unconfirmed", learners=names, count=len(unconfirmed), sentence=sentence)
+    parts.telemetry.warn("unconfirmed", learners=names, count=len(unconfirmed), sentence=sentence)
 
 
 def warn_buffers(parts: Components, run: RunState, unconfirmed: Mapping[str, str]) -> None:
@@ -69,7 +69,7 @@ def warn_buffers(parts: Components, run: RunState, unconfirmed: Mapping[str, str
     live = [s.name for s in state.plan.layout.static if s.kind == "buffer" and s.dtype in TRAINABLE_DTYPES]
     if (finished and (buffers.offered or (live and unconfirmed))) or (live and not finished):
         reason = _without_buffers(run) if finished else "the run was stopped"
-        parts.teller.warn(
+        parts.telemetry.warn(
             "buffers_of_version_0",
             sentence=f"model.safetensors has the buffers of version 0, because {reason}; their values from training "
             f"are in the learners alone (first of {len(live)}: {', '.join(live[:1]) or 'frozen parameters'})",

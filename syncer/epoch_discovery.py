@@ -1,4 +1,4 @@
-"""Before a syncer speaks it listens: which epoch and which versions does the wire know already?"""
+"""Discovery of the run's epoch and versions: before a syncer publishes, it receives what its peers hold."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .transport import Transport
 
 WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
-"""How soon an absent broker is reported; then each time that it has been absent for twice as long."""
+"""Time after which an absent broker is reported, and again each time that this time has doubled."""
 LEAP = 2**32
-"""No run gets so far beyond what is on the disk. Whoever states more could drive it to where no message can go."""
+"""Most that epochs and versions can exceed those on disk. A larger claim is ignored: it could exceed what messages hold."""
 SENDERS = 10_000
-"""Of so many learners is kept what they hold."""
+"""Most learners whose versions are kept."""
 
 
 @dataclass
 class KnownEpochs:
-    """What syncer and learners of the run said of its epoch and of the versions that they hold."""
+    """The epochs and versions that the syncer and the learners of the run published."""
 
     rival: Beat | None = None
     """A Beat of another syncer of this run."""
     _said: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Sender -> (epoch, versions), each the last; '' is the syncer."""
+    """Sender -> (epoch, versions) of its last message; '' is the syncer."""
 
     def take(self, message: object) -> None:
         if isinstance(message, Beat):
@@ -38,11 +38,11 @@ class KnownEpochs:
 
     @property
     def knows_merges(self) -> bool:
-        """Somebody holds more than version 0."""
+        """Whether any of them holds more than version 0."""
         return any(version for _, versions in self._said.values() for version in versions)
 
     def epoch(self, known: int) -> int:
-        """The highest epoch heard, `known` at least; what leads beyond it by more than LEAP is not believed."""
+        """The highest epoch received, at least `known`; epochs beyond it by more than LEAP are ignored."""
         return max([known, *(epoch for epoch, _ in self._said.values() if epoch <= known + LEAP)])
 
     def version(self, fragment: int, known: int) -> int:
@@ -52,21 +52,21 @@ class KnownEpochs:
 
 
 class EpochDiscovery:
-    """Hears the run from the moment it is made, in a thread of its own: the program has better things to do meanwhile,
-    such as loading torch. The lines are the thread's until `survey` or `close` returns.
+    """Receives messages of the run in a thread of its own from its creation on, while the program imports torch. The
+    transport belongs to that thread until `survey` or `close` returns.
     """
 
-    def __init__(self, lines: Transport, seconds: float, absent: Callable[[float], None]) -> None:
-        """`absent` is called with how long the broker has been missing: after 5 s, and again ever more seldom."""
-        self._lines, self._seconds, self._absent = lines, seconds, absent
+    def __init__(self, transport: Transport, seconds: float, absent: Callable[[float], None]) -> None:
+        """`absent` is called with the seconds without a broker: after 5 s, and then at growing intervals."""
+        self._transport, self._seconds, self._absent = transport, seconds, absent
         self._survey = KnownEpochs()
         self._wanted, self._closed = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="listening", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="epoch-discovery", daemon=True)
         self._thread.start()
 
     def survey(self, stopped: Callable[[], bool]) -> KnownEpochs:
-        """All that was heard: for `seconds` with a broker at least, and up to now. Less if `stopped`."""
+        """The epochs and versions received so far, after at least `seconds` with a broker; earlier if `stopped`."""
         self._wanted.set()
         while self._thread.is_alive() and not stopped():
             self._thread.join(WAIT_SECONDS)
@@ -89,16 +89,16 @@ class EpochDiscovery:
         began, silence = time.monotonic(), Silence(ABSENT_SECONDS)
         heard_since: float | None = None
         while not self._closed.is_set():
-            self._lines.wait(WAIT_SECONDS)
+            self._transport.wait(WAIT_SECONDS)
             now = time.monotonic()
-            if not self._lines.proven:
+            if not self._transport.proven:
                 heard_since = None
                 if silence.report_due(now - began):
                     self._absent(now - began)
                 continue
             silence.end()
             began, heard_since = now, heard_since or now
-            for message in self._lines.receive():
+            for message in self._transport.receive():
                 self._survey.take(message)
             if self._wanted.is_set() and now - heard_since >= self._seconds:
                 break

@@ -1,4 +1,4 @@
-"""The round machine's tape: its inputs with their times, and its decisions. The same inputs, the same decisions."""
+"""Journal of the rounds: their inputs with times, and their decisions, which a replay of the inputs repeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPORT = (
 
 
 class JournaledRounds(Rounds):
-    """Rounds that write a tape of themselves. What they begin with is written with the first event."""
+    """Rounds that record their inputs and decisions. The initial state is written with the first event."""
 
     def __init__(self, settings: RunSettings, parameters: Sequence[int], epoch: int, tape: JournalWriter) -> None:
         super().__init__(settings, parameters, epoch)
@@ -58,7 +58,7 @@ class JournaledRounds(Rounds):
     def tick(self, now: float) -> list[Action]:
         actions = super().tick(now)
         if actions or self._touched:
-            self._note("tick", at=now, actions=[told(action) for action in actions])
+            self._note("tick", at=now, actions=[row_of(action) for action in actions])
             self._touched = False
         return actions
 
@@ -89,8 +89,8 @@ class JournaledRounds(Rounds):
         self._tape.write(what, **row)
 
 
-def told(action: Action) -> list[Any]:
-    """An action as a tape has it: its kind, and what it is about."""
+def row_of(action: Action) -> list[Any]:
+    """An action as a list in a journal: its kind and its subject."""
     match action:
         case Called(call):
             return ["call", call.slot, call.fragment, call.version, call.attempt, call.t]
@@ -114,7 +114,7 @@ def recorded(
     plan_digest: str = "",
     data_hash: str = "",
 ) -> JournaledRounds:
-    """Rounds whose tape lies in `folder`. SettingError if it cannot be written there."""
+    """Rounds that record into `folder`. SettingError if the journal cannot be written there."""
     tape = JournalWriter(
         folder, f"syncer-{epoch}", of="syncer", run=settings.run, epoch=epoch, settings=settings.to_map(),
         task=None if task is None else task.to_map(), data_hash=data_hash, plan_digest=plan_digest,
@@ -124,7 +124,7 @@ def recorded(
 
 
 class ReplayedRounds:
-    """A tape's inputs, given again, one by one, to a round machine of this program."""
+    """Feeds the inputs of a journal to new Rounds, one by one, and compares the decisions."""
 
     def __init__(self, file: JournalFile) -> None:
         self.file = file
@@ -132,20 +132,18 @@ class ReplayedRounds:
         try:
             self.rounds = Rounds(self.settings, file["parameters"], int(file["epoch"]))
         except BROKEN as wrong:
-            raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
+            raise SettingError(f"{file.path} is not a tape of this version: {wrong}") from wrong
         self._merges: dict[int, Merge] = {}
 
     def take(self, number: int, row: Row, vector: Any = None) -> list[Action]:
-        """Give one event again; what is decided now. SettingError if it is none, or the decisions differ.
+        """Replay one event; returns the actions. SettingError if the event is invalid, or the decisions differ.
 
-        number: the line's, for messages. vector: what an answer carries.
+        number: of the line, for messages. vector: the decoded delta of an answer.
         """
         try:
             return self._take(number, row, vector)
         except BROKEN as wrong:
-            raise SettingError(
-                f"{self.file.path}, line {number}: no event that can be taken again ({wrong})"
-            ) from wrong
+            raise SettingError(f"{self.file.path}, line {number}: the event cannot be replayed ({wrong})") from wrong
 
     def merge_of(self, slot: int) -> Merge:
         return self._merges[slot]
@@ -169,7 +167,7 @@ class ReplayedRounds:
                 self._agree(number, "an answer's refusal", row["refused"], rounds.answer(answer_of(row, vector)))
             case "tick":
                 actions = rounds.tick(row["at"])
-                self._agree(number, "decisions", row["actions"], [told(action) for action in actions])
+                self._agree(number, "decisions", row["actions"], [row_of(action) for action in actions])
                 self._merges |= {a.call.slot: a for a in actions if isinstance(a, Merge)}
                 return actions
             case "merged":
@@ -194,7 +192,7 @@ def settings_of(file: JournalFile) -> RunSettings:
     try:
         return RunSettings.from_map(rows)
     except (Malformed, *BROKEN) as wrong:
-        raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
+        raise SettingError(f"{file.path} is not a tape of this version: {wrong}") from wrong
 
 
 def report_of(run: str, row: Row) -> Alive:

@@ -46,15 +46,15 @@ class Syncer:
     def __init__(self, parts: Components) -> None:
         self.parts = parts
         self.current = RunState(parts.config.settings)
-        self.reception = ControlHandler(parts, self.current)
-        self.merging = Publisher(parts, self.current)
+        self.control = ControlHandler(parts, self.current)
+        self.publisher = Publisher(parts, self.current)
         self._takes: dict[type[Message], Callable[[Any, float], None]] = {
-            Hello: self.reception.hello,
-            Seed: self.reception.seed,
-            Alive: self.reception.alive,
+            Hello: self.control.hello,
+            Seed: self.control.seed,
+            Alive: self.control.alive,
             Goodbye: self._goodbye,
             Buffers: self._buffers,
-            Delta: self.merging.delta,
+            Delta: self.publisher.delta,
             Fetch: self._fetch,
             Beat: self._check_beat,
         }
@@ -77,7 +77,7 @@ class Syncer:
         if not begin(self.parts, self.current, lambda: self._stop_at is not None):
             self.parts.writer.close(SAVE_SECONDS)
             return
-        self.parts.lines.call_on_malformed(self._malformed)
+        self.parts.transport.call_on_malformed(self._malformed)
         self._resumed()
         try:
             while not self._over():
@@ -99,15 +99,15 @@ class Syncer:
 
     # --- one turn ----------------------------------------------------------------------------------------------------
     def _turn(self) -> None:
-        self.parts.lines.wait(self._idle_seconds())
-        self.parts.clock.turn(connected=self.parts.lines.proven)
+        self.parts.transport.wait(self._idle_seconds())
+        self.parts.clock.turn(connected=self.parts.transport.proven)
         now = self.parts.clock.now()
-        for message in self.parts.lines.receive():
+        for message in self.parts.transport.receive():
             self._take(message, now)
         self._take_stored_buffers(now)
         if self.current.served is not None and self.current.phase != "finished":
             self._rounds(self.current.served, now)
-        self.merging.repair(now)
+        self.publisher.repair(now)
         if time.monotonic() >= self._beat_at:
             self._beat(now)
 
@@ -121,8 +121,8 @@ class Syncer:
                 idle.append(SAVED_SECONDS)
         if self.current.buffers.checking:
             idle.append(SAVED_SECONDS)
-        if self.merging.repairs.due_at is not None:
-            idle.append(self.merging.repairs.due_at - now)
+        if self.publisher.repairs.due_at is not None:
+            idle.append(self.publisher.repairs.due_at - now)
         return max(0.0, min(idle))
 
     def _take(self, message: Message, now: float) -> None:
@@ -144,28 +144,28 @@ class Syncer:
     def _reject(self, message: Message, wrong: Malformed) -> None:
         name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
         detail = str(wrong)[:200]
-        self.parts.teller.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
-        self.reception.rejected(message.KIND, name, getattr(message, "incarnation", 0), wrong.reason, detail)
+        self.parts.telemetry.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
+        self.control.rejected(message.KIND, name, getattr(message, "incarnation", 0), wrong.reason, detail)
 
     def _malformed(self, topic: bytes, wrong: Malformed) -> None:
         """A message that could not be decoded."""
         (name, kind), detail = sender_from_topic(topic), str(wrong)[:200]
-        self.parts.teller.reject(name, wrong.reason, message=kind, detail=detail)
-        self.reception.rejected(kind, name, None, wrong.reason, detail)
+        self.parts.telemetry.reject(name, wrong.reason, message=kind, detail=detail)
+        self.control.rejected(kind, name, None, wrong.reason, detail)
 
     def _rounds(self, served: Served, now: float) -> None:
         for action in served.rounds.tick(now):
             match action:
                 case Called(call):
-                    self.parts.lines.send(served.rounds.wire_call(call))
+                    self.parts.transport.send(served.rounds.wire_call(call))
                 case Merge(call):
-                    for name, incarnation in self.merging.merge(served, action, now):
-                        self.parts.teller.reject(name, "unreported", message="delta", fragment=call.fragment)
-                        self.reception.rejected(Delta.KIND, name, incarnation, "unreported", "")
+                    for name, incarnation in self.publisher.merge(served, action, now):
+                        self.parts.telemetry.reject(name, "unreported", message="delta", fragment=call.fragment)
+                        self.control.rejected(Delta.KIND, name, incarnation, "unreported", "")
                 case Lost(member):
-                    self.parts.teller.event("lost", learner=member.name, incarnation=member.incarnation)
+                    self.parts.telemetry.event("lost", learner=member.name, incarnation=member.incarnation)
                 case Unmet(call):
-                    self.parts.teller.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
+                    self.parts.telemetry.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
                 case Drained():
                     self._finalize(served)
         if served.rounds.state == "draining" and self.current.phase == "running":
@@ -177,12 +177,12 @@ class Syncer:
             self._finish(served)
 
     def _goodbye(self, goodbye: Goodbye, now: float) -> None:
-        self.reception.goodbye(goodbye, now)
+        self.control.goodbye(goodbye, now)
         self._select_buffer_source(now)
 
     def _buffers(self, message: Buffers, now: float) -> None:
         try:
-            self.reception.buffers(message, now)
+            self.control.buffers(message, now)
         finally:
             self._select_buffer_source(now)
 
@@ -192,7 +192,7 @@ class Syncer:
         if served is None or stored is None:
             return
         try:
-            self.reception.buffers_stored(served, stored, now)
+            self.control.buffers_stored(served, stored, now)
         except Malformed as wrong:
             self._reject(stored.received.last, wrong)
         self._select_buffer_source(now)
@@ -206,7 +206,7 @@ class Syncer:
 
     def _fetch(self, fetch: Fetch, now: float) -> None:
         self.current.confirmations.record_request((fetch.name, fetch.incarnation), time.monotonic())
-        self.merging.fetch(fetch, now)
+        self.publisher.fetch(fetch, now)
 
     def _check_beat(self, beat: Beat, _now: float) -> None:
         """An own beat shows that the broker forwards; one of a higher epoch supersedes this syncer."""
@@ -223,26 +223,26 @@ class Syncer:
         self._beat_at = time.monotonic() + BEAT_SECONDS
         self._report_connection()
         beat = beat_message(self.current, self.parts.config, now)
-        self.parts.lines.send(beat, Plane.CONTROL)
-        self.parts.lines.send(beat, Plane.BULK)
+        self.parts.transport.send(beat, Plane.CONTROL)
+        self.parts.transport.send(beat, Plane.BULK)
         self._report_stall(now)
         publish_status(self.parts, self.current, now)
 
     def _report_stall(self, now: float) -> None:
-        run, teller = self.current, self.parts.teller
+        run, telemetry = self.current, self.parts.telemetry
         if run.phase in ("finished", "stopping"):
             run.block = StallMonitor()
             return
         progress = (run.served is not None, sum(run.served.rounds.versions) if run.served else 0)
         change = run.block.update(self._stall_reason(now), progress, time.monotonic())
         if change is not None and change.kind == "blocked":
-            teller.warn("blocked", sentence=change.text, seconds=round(change.seconds))
+            telemetry.warn("blocked", sentence=change.text, seconds=round(change.seconds))
         elif change is not None:
-            teller.event("unblocked", seconds=round(change.seconds))
+            telemetry.event("unblocked", seconds=round(change.seconds))
 
     def _stall_reason(self, now: float) -> StallReason | None:
         """Why the run does not advance, other than by time; None if it does."""
-        run, lines = self.current, self.parts.lines
+        run, lines = self.current, self.parts.transport
         if not lines.proven:
             sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
             return StallReason("broker", lines.refusal or lines.unresolved or sentence, stall_diagnosis.SURE_SECONDS)
@@ -253,15 +253,15 @@ class Syncer:
             )
             return StallReason("broker", sentence, stall_diagnosis.SURE_SECONDS)
         if run.served is None:
-            return self.reception.waits_for(now)
+            return self.control.waits_for(now)
         return stall_reason(run.served.rounds, run.rejections, now)
 
     def _report_connection(self) -> None:
         """Log once that the broker rejects the connection or cannot be resolved."""
-        refusal, unresolved = self.parts.lines.refusal, self.parts.lines.unresolved
+        refusal, unresolved = self.parts.transport.refusal, self.parts.transport.unresolved
         problem = refusal or unresolved
         if problem and problem != self._connection_problem:
-            self.parts.teller.warn("broker_refuses" if refusal else "host_unresolved", sentence=problem)
+            self.parts.telemetry.warn("broker_refuses" if refusal else "host_unresolved", sentence=problem)
         self._connection_problem = problem
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -273,16 +273,16 @@ class Syncer:
 
     def _report_saves(self) -> None:
         """Log each written checkpoint, the first failure, and the recovery."""
-        teller = self.parts.teller
+        telemetry = self.parts.telemetry
         for outcome in self.parts.writer.outcomes():
             if outcome.error:
                 if not outcome.failed:
-                    teller.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
+                    telemetry.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
                 continue
             if outcome.failed:
                 seconds = round(outcome.failing_seconds, 1)
-                teller.event("checkpoint_recovered", step=outcome.t, failed=outcome.failed, seconds=seconds)
-            teller.event(
+                telemetry.event("checkpoint_recovered", step=outcome.t, failed=outcome.failed, seconds=seconds)
+            telemetry.event(
                 "checkpoint", step=outcome.t, number=outcome.number, bytes=outcome.bytes,
                 seconds=round(outcome.seconds, 3),
             )  # fmt: skip
@@ -316,7 +316,7 @@ class Syncer:
 
     def _finish(self, served: Served) -> None:
         self._mark_finished(served)
-        self.parts.teller.event("finished", step=self.current.settings.steps, model_hash=self.current.model_hash)
+        self.parts.telemetry.event("finished", step=self.current.settings.steps, model_hash=self.current.model_hash)
         self._beat_at = 0.0
 
     def _mark_finished(self, served: Served) -> None:
@@ -346,7 +346,7 @@ class Syncer:
         now, confirmations = self.parts.clock.now(), self.current.confirmations
         served.rounds.members.silent(now)
         self._await_live_learners(served)
-        asked_at = max(self.merging.repairs.asked_at, self.reception.asked_at)
+        asked_at = max(self.publisher.repairs.asked_at, self.control.asked_at)
         linger = LINGER_SECONDS
         if self._returned:
             linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
@@ -371,13 +371,13 @@ class Syncer:
             try:
                 export(parts, self.current, served, self._unconfirmed)
             except (SettingError, OSError) as wrong:
-                parts.teller.warn("export_failed", error=str(wrong))
+                parts.telemetry.warn("export_failed", error=str(wrong))
                 saved = False
         else:
             parts.writer.close(SAVE_SECONDS)
         warn_unconfirmed(parts, self._unconfirmed)
         warn_buffers(parts, self.current, self._unconfirmed)
-        parts.teller.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
+        parts.telemetry.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
         publish_status(parts, self.current, parts.clock.now(), None if self.finished else "stopped")
         if not saved:
             error = parts.writer.last_error or "see the log"
@@ -393,4 +393,4 @@ class Syncer:
         self.current.phase = "stopping"
         parts = self.parts
         last = replace(beat_message(self.current, parts.config, parts.clock.now()), calls=())
-        self.parts.lines.send(last, Plane.CONTROL)
+        self.parts.transport.send(last, Plane.CONTROL)

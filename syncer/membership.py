@@ -1,4 +1,5 @@
-"""Who is here. Pure: every call is told the time; lifetimes run on the syncer's own steady clock.
+"""Membership of learners: their states, last reports, and lifetime counters. Pure: the time is an argument, in seconds
+of the syncer's steady clock.
 
 hello -> (wait | refused | joined) -> live <-> stalled (alive, but no steps)
 silent for 3 beats -> lost, and live again when heard
@@ -25,19 +26,21 @@ SUMMED = (
     "bytes_down",
     "gaps",
 )
-"""Counters of an Alive, cumulative since its sender's own start."""
+"""Counters of an Alive, cumulative since its sender's start."""
 Sums = dict[str, Any]
 
 
 @dataclass
 class LifetimeCounters:
-    """One sum a name for incarnations that ended, and the last report of the one that is here. Memory is O(names)."""
+    """Counters of each name over all its incarnations: a sum of those that ended, and the present one's last report.
+    Memory: O(names).
+    """
 
     _ended: dict[str, Sums] = field(default_factory=dict)
     _present: dict[str, tuple[int, Sums]] = field(default_factory=dict)
 
     def report(self, alive: Alive) -> None:
-        """The newest report of `alive.name`; of another incarnation than before: the one before has ended."""
+        """Take the newest report of `alive.name`. If it is of another incarnation, the previous one has ended."""
         incarnation, before = self._present.get(alive.name, (alive.incarnation, _NOTHING))
         row = {name: getattr(alive, name) for name in SUMMED}
         if incarnation != alive.incarnation:
@@ -47,23 +50,23 @@ class LifetimeCounters:
         self._present[alive.name] = (alive.incarnation, row)
 
     def reached(self, who: Who, local_steps: int) -> None:
-        """An answer of `who` says how many steps it has made: more, perhaps, than its last report did."""
+        """Take the steps stated by an answer of `who`, which may exceed its last report."""
         incarnation, row = self._present.get(who[0], (None, _NOTHING))
         if incarnation == who[1]:
             row["local_steps"] = max(row["local_steps"], local_steps)
 
     def forget(self, name: str) -> None:
-        """Add what `name` did to what stands under FORGOTTEN."""
+        """Add the counters of `name` to those of FORGOTTEN, and remove them."""
         self._ended[FORGOTTEN] = _added(self.of(FORGOTTEN), self.of(name))
         self._ended.pop(name, None)
         self._present.pop(name, None)
 
     def of(self, name: str) -> Sums:
-        """All incarnations of `name` together."""
+        """The sum over all incarnations of `name`."""
         return _added(self._ended.get(name, _NOTHING), self._present.get(name, (0, _NOTHING))[1])
 
     def total(self) -> Sums:
-        """All learners together."""
+        """The sum over all learners."""
         sums = dict(_NOTHING)
         for name in {*self._ended, *self._present}:
             sums = _added(sums, self.of(name))
@@ -90,20 +93,19 @@ def _added(one: Sums, other: Sums) -> Sums:
 State = Literal["live", "stalled", "lost", "left"]
 SILENCE_SECONDS = SILENT_BEATS * BEAT_SECONDS
 STALL_FACTOR = 10
-"""A learner without a step for so many of its usual ones is stalled, but never sooner than SILENCE_SECONDS."""
+"""A learner is stalled after this many of its usual step times without a step, but not before SILENCE_SECONDS."""
 PACE_FACTOR, SPARE_STEPS = 2, 2
-"""A learner is believed to have worked so many times as fast since its last report as before it, and so many steps
-more."""
+"""Since its last report a learner can credibly have worked at this factor of its pace, plus this number of steps."""
 REMEMBERED = 256
-"""Names that left or were lost and are still listed; the oldest are forgotten first."""
+"""Most names that left or were lost and are still listed; the oldest are forgotten first."""
 
 
 RESET_AFTER = 3
-"""Answers in a row rejected for what they hold, after which a learner is reset by keyframes."""
+"""Consecutive answers rejected for their content after which a learner is reset by keyframes."""
 RESET_SECONDS = 5.0
-"""How long a reset may take before it is ordered again."""
+"""Time for a reset before it is commanded again."""
 CONTENT_REASONS = frozenset({"nonfinite", "norm", "scale", "code", "size", "stale", "unreported"})
-"""Reasons that speak of what a learner sent; being late or repeated is no fault."""
+"""Reasons that concern the content of an answer; a late or repeated answer is no fault."""
 
 
 @dataclass
@@ -122,20 +124,20 @@ class Member:
     rejected: int = 0
     rejected_in_a_row: int = 0
     reset_at: float = float("-inf")
-    """When it was last ordered to start over."""
+    """Time of its last reset."""
 
     @property
     def who(self) -> Who:
         return self.name, self.incarnation
 
     def reject(self, reason: str) -> bool:
-        """An answer of it was not taken: count it. True where too many in a row hold what they must not."""
+        """Count a rejected answer. Returns whether too many in a row were rejected for their content."""
         self.rejected += 1
         self.rejected_in_a_row += reason in CONTENT_REASONS
         return reason in CONTENT_REASONS and self.rejected_in_a_row >= RESET_AFTER
 
     def order_reset(self, now: float) -> bool:
-        """True if it is to start over now, and was not told so a moment ago."""
+        """Whether to send a reset now: False if the last one was a moment ago."""
         if now - self.reset_at < RESET_SECONDS:
             return False
         self.rejected_in_a_row, self.reset_at = 0, now
@@ -143,7 +145,7 @@ class Member:
 
     @property
     def step_seconds(self) -> float:
-        """0 until one step after its join was timed."""
+        """Its EMA of an inner step in seconds; 0 until one step after its join was timed."""
         return self.alive.step_seconds if self.alive else 0.0
 
     @property
@@ -152,20 +154,20 @@ class Member:
 
     @property
     def credible_tokens(self) -> int:
-        """The most that its token counter can stand at until it is heard again or lost: what it reported, and what it
-        does in that time at PACE_FACTOR times its pace.
+        """Upper bound of its token counter until its next report or loss: the reported tokens, and those of that time
+        at PACE_FACTOR times its pace.
         """
         alive = self.alive
         if alive is None or not alive.local_steps:
             return 0
         more = PACE_FACTOR * SILENCE_SECONDS / alive.step_seconds if alive.step_seconds > 0 else 0
-        steps = SPARE_STEPS + min(more, MAX_COUNT)  # steps without end, by a pace next to nothing, have no ceiling
+        steps = SPARE_STEPS + min(more, MAX_COUNT)  # a tiny step time would give an infinite number of steps
         return alive.tokens + math.ceil(steps * alive.tokens / alive.local_steps)
 
 
 @dataclass
 class Membership:
-    """All members by name, and who waits for a name that is held."""
+    """All members by name, and the incarnations that wait for a name in use."""
 
     by_name: dict[str, Member] = field(default_factory=dict)
     lives: LifetimeCounters = field(default_factory=LifetimeCounters)
@@ -177,15 +179,15 @@ class Membership:
         return member if member is not None and member.incarnation == who[1] else None
 
     def live(self) -> list[Member]:
-        """Heard within 3 beats, in order of names; stalled ones included."""
+        """Members heard within 3 beats, sorted by name, including stalled ones."""
         return [m for _, m in sorted(self.by_name.items()) if m.state in ("live", "stalled")]
 
     def awaited(self) -> list[Member]:
-        """Whom a round waits for: live, not stalled, and past its first timed step."""
+        """Members that a round waits for: live, not stalled, and with a timed step."""
         return [m for m in self.live() if m.state == "live" and m.step_seconds > 0]
 
     def admit(self, name: str, incarnation: int, now: float) -> Literal["welcome", "wait", "refused"]:
-        """May this incarnation have `name`? A held name frees itself when its holder is silent for 3 beats."""
+        """Whether this incarnation may use `name`. A name becomes free when its holder is silent for 3 beats."""
         holder = self.by_name.get(name)
         free = holder is None or holder.incarnation == incarnation or holder.state in ("left", "lost")
         if holder is None or free or now - holder.heard_at >= SILENCE_SECONDS:
@@ -200,7 +202,7 @@ class Membership:
         return "refused" if holder.heard_at > since else "wait"
 
     def join(self, name: str, incarnation: int, now: float) -> Member:
-        """Enter (or find again) a member; another incarnation that had the name is none any more."""
+        """Add a member, or return it if it is one. Another incarnation of the name is no longer a member."""
         member = self.by_name.get(name)
         if member is not None and member.incarnation == incarnation:
             member.heard_at, member.state = now, "live"
@@ -209,13 +211,13 @@ class Membership:
         return member
 
     def heard(self, alive: Alive, now: float) -> Member | None:
-        """Take a report; None if the sender is no member. A lost one that is heard again is live again."""
+        """Take a report; None if the sender is not a member. A lost member that is heard is live again."""
         member = self.get((alive.name, alive.incarnation))
         if member is None or member.state == "left":
             return None
         last = member.alive
         if last is not None and (alive.tokens < last.tokens or alive.local_steps < last.local_steps):
-            return member  # an older report overtaken by a newer one: counters never go back
+            return member  # an older report, overtaken by a newer one: counters never decrease
         member.alive, member.heard_at = alive, now
         self.lives.report(alive)
         ema = alive.step_seconds
@@ -224,7 +226,7 @@ class Membership:
         return member
 
     def leave(self, who: Who, local_steps: int = 0, tokens: int = 0) -> Member | None:
-        """It said goodbye, and its last counters."""
+        """A member left; its last counters."""
         member = self.get(who)
         if member is not None:
             member.state = "left"
@@ -234,14 +236,14 @@ class Membership:
         return member
 
     def silent(self, now: float) -> list[Member]:
-        """Members that became lost just now."""
+        """Mark silent members as lost; returns those that became lost now."""
         gone = [m for m in self.live() if now - m.heard_at >= SILENCE_SECONDS]
         for member in gone:
             member.state = "lost"
         return gone
 
     def forget_oldest(self) -> list[Member]:
-        """Members that ended and are too many to remember; they are removed from the list."""
+        """Remove the oldest members that ended, beyond REMEMBERED; returns them."""
         ended = sorted((m for m in self.by_name.values() if m.state in ("left", "lost")), key=lambda m: m.heard_at)
         removed = ended[: max(0, len(ended) - REMEMBERED)]
         for member in removed:
@@ -249,11 +251,11 @@ class Membership:
         return removed
 
     def typical_step_seconds(self) -> float:
-        """Lower median of the awaited learners' EMAs; 0 while nobody has one."""
+        """Lower median of the awaited members' step EMAs in seconds; 0 while there is none."""
         emas = [m.step_seconds for m in self.awaited()]
         return median_low(emas) if emas else 0.0
 
     def slowest_step_seconds(self, *, within: float) -> float:
-        """The slowest awaited learner's EMA among those at most `within` times the typical one."""
+        """The largest step EMA among awaited members, of those at most `within` times the typical one."""
         limit = within * self.typical_step_seconds()
         return max((m.step_seconds for m in self.awaited() if m.step_seconds <= limit), default=0.0)

@@ -1,4 +1,4 @@
-"""Deltas in, updates out: answers are taken, merged and published, and lost pieces are sent again."""
+"""Publishing of updates: accepts answers, merges them, publishes the new version, and retransmits lost chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GATHER_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Retransmission:
-    """Send these chunks of this fragment once: its last update, its keyframe, or version 0."""
+    """Chunks of a fragment to be sent: of its last update, its keyframe, or version 0."""
 
     what: str
     fragment: int
@@ -32,12 +32,14 @@ class Retransmission:
 
 @dataclass
 class Retransmissions:
-    """What is wanted and not sent yet. Memory: one set of chunk numbers a fragment and kind."""
+    """Requested chunks that were not sent yet. Requests are gathered for GATHER_SECONDS, so that several learners share
+    one answer. Memory: one set of chunk numbers for each fragment and kind.
+    """
 
     asked_at: float = float("-inf")
-    """When the last Fetch came."""
+    """Time of the last Fetch."""
     due_at: float | None = None
-    """When the gathered requests are answered; None while there are none."""
+    """Time at which the gathered requests are answered; None without any."""
     _wanted: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
     def ask(self, fetch: Fetch, now: float) -> None:
@@ -47,7 +49,7 @@ class Retransmissions:
             self.due_at = now + GATHER_SECONDS
 
     def due(self, now: float) -> list[Retransmission]:
-        """What to send now, each chunk once, in order of kind and fragment."""
+        """The retransmissions due at `now`, each chunk once, ordered by kind and fragment."""
         if self.due_at is None or now < self.due_at:
             return []
         wanted, self._wanted, self.due_at = self._wanted, {}, None
@@ -57,14 +59,14 @@ class Retransmissions:
 
 
 class Publisher:
-    """Everything that moves the model's bytes."""
+    """Handles Delta and Fetch, and carries out merges."""
 
     def __init__(self, parts: Components, run: RunState) -> None:
         self._parts, self._run = parts, run
         self.repairs = Retransmissions()
 
     def delta(self, delta: Delta, _now: float) -> None:
-        """Take one chunk of an answer. Malformed with the reason if it is refused."""
+        """Take one chunk of an answer. Malformed with the reason if it is rejected."""
         served = self._run.served
         if served is None:
             raise Malformed("early", "the run has no version 0 yet")
@@ -81,19 +83,19 @@ class Publisher:
             self._run.rejections.accepted(answer.who, Delta.KIND)
 
     def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
-        """Carry out a Merge: new version, published to all. Whose answers could not be counted."""
-        began, call, rounds, teller = time.perf_counter(), merge.call, served.rounds, self._parts.teller
+        """Carry out a Merge and publish the new version. Returns the learners whose answers were not counted."""
+        began, call, rounds, telemetry = time.perf_counter(), merge.call, served.rounds, self._parts.telemetry
         try:
             merged = merge_answers(served, merge)
         except Malformed as wrong:
-            teller.warn("merge_failed", fragment=call.fragment, slot=call.slot, detail=str(wrong))
-            self._parts.lines.send(rounds.wire_call(rounds.failed(merge, now).call))
+            telemetry.warn("merge_failed", fragment=call.fragment, slot=call.slot, detail=str(wrong))
+            self._parts.transport.send(rounds.wire_call(rounds.failed(merge, now).call))
             return ()
         t = rounds.step(now)
         self._publish(served, merge, merged, t)
         seconds = time.perf_counter() - began
         book_merge(served, merge, merged, now, seconds)
-        teller.report_merge(served.state, merge, merged, t, seconds)
+        telemetry.report_merge(served.state, merge, merged, t, seconds)
         for answer in merge.answers:
             self._run.rejections.accepted(answer.who, Delta.KIND)
         return tuple(a.who for a in merge.unreported)
@@ -104,18 +106,20 @@ class Publisher:
             self.repairs.ask(fetch, now)
 
     def repair(self, now: float) -> None:
-        """Send what was asked for, where it is time."""
+        """Send the retransmissions that are due."""
         for repair in self.repairs.due(now):
             served = self._run.served
             try:
                 source = self._source(served, repair) if served is not None else None
-            except (Malformed, OSError) as wrong:  # version 0 cannot be read from the disk any more
-                self._parts.teller.warn("repair_failed", what=repair.what, fragment=repair.fragment, error=str(wrong))
+            except (Malformed, OSError) as wrong:  # version 0 cannot be read from the disk
+                self._parts.telemetry.warn(
+                    "repair_failed", what=repair.what, fragment=repair.fragment, error=str(wrong)
+                )
                 continue
             if source is not None:
                 make, payload = source
                 for part in split(payload, repair.chunks):
-                    self._parts.lines.send(make(part))
+                    self._parts.transport.send(make(part))
 
     def _publish(self, served: Served, merge: Merge, merged: MergeResult, t: int) -> None:
         settings, call = self._run.settings, merge.call
@@ -133,13 +137,13 @@ class Publisher:
         }
         updates = [Update(**header, **part) for part in split(merged.payload)]
         for update in updates:
-            self._parts.lines.send(update)
+            self._parts.transport.send(update)
         served.remember(updates[0])
 
     def _source(
         self, served: Served, repair: Retransmission
     ) -> tuple[Callable[[dict[str, Any]], Chunked], memoryview] | None:
-        """How to make the message of one chunk, and the whole payload; None where there is nothing to give."""
+        """A function that makes the message of one chunk, and the whole payload; None if there is nothing to send."""
         state, p = served.state, repair.fragment
         if repair.what == "update":
             update, last = served.updates.get(p), state.last_update(p) if p < state.plan.P else None
@@ -157,13 +161,13 @@ class Publisher:
 
 
 def merge_answers(served: Served, merge: Merge) -> MergeResult:
-    """The fragment's next version from these answers, by their weights. Malformed if it is not finite."""
+    """The fragment's next version from the weighted answers. Malformed if it is not finite."""
     weights = [token_weight(a.tokens, a.steps) for a in merge.answers]
     return served.state.merge(merge.call.fragment, [a.vector.delta for a in merge.answers], weights)
 
 
 def book_merge(served: Served, merge: Merge, merged: MergeResult, now: float, seconds: float) -> None:
-    """Everybody who keeps count learns of a merge that was published and took so many seconds."""
+    """Record a published merge, which took `seconds`, in rounds, norm filter and metrics."""
     rounds = served.rounds
     rounds.merged(merge, seconds, merged.digest)
     served.intake.forget_closed()
@@ -173,7 +177,7 @@ def book_merge(served: Served, merge: Merge, merged: MergeResult, now: float, se
 
 
 def count_merge(rounds: Rounds, figures: RunMetrics, merge: Merge, now: float, seconds: float) -> None:
-    """Add a merge that is booked to the run's figures."""
+    """Add a recorded merge to the run's metrics."""
     figures.record_step(rounds.step(now), len(rounds.members.live()))
     figures.record_merge(
         now,

@@ -1,4 +1,4 @@
-"""What the syncer's doors share: the parts it owns, and what is true of the run right now."""
+"""State of a syncer: its components, which it owns for its lifetime, and the present state of the run."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ DIGESTS_KEPT = 4
 
 @dataclass(frozen=True)
 class Components:
-    """What a syncer owns for its whole life."""
+    """What a syncer owns for its lifetime."""
 
     config: SyncerConfig
-    lines: Transport
-    listening: EpochDiscovery
+    transport: Transport
+    discovery: EpochDiscovery
     checkpoints: Checkpoints
     writer: CheckpointWriter
-    teller: Telemetry
+    telemetry: Telemetry
     clock: SteadyClock
 
 
-def assemble(config: SyncerConfig, lines: Transport, listening: EpochDiscovery, teller: Telemetry) -> Components:
-    """The parts of a syncer whose directory is `config.directory`."""
+def assemble(config: SyncerConfig, transport: Transport, discovery: EpochDiscovery, telemetry: Telemetry) -> Components:
+    """The components of a syncer whose directory is `config.directory`."""
     torch.set_num_threads(1)
     checkpoints = Checkpoints(Path(config.directory))
-    return Components(config, lines, listening, checkpoints, CheckpointWriter(checkpoints), teller, SteadyClock())
+    writer = CheckpointWriter(checkpoints)
+    return Components(config, transport, discovery, checkpoints, writer, telemetry, SteadyClock())
 
 
 @dataclass
 class Served:
-    """What exists once version 0 is there: the model, and the machines that decide on it."""
+    """State that exists from version 0 on: the global model and the objects that decide about it."""
 
     state: GlobalModel
     rounds: Rounds
@@ -60,9 +61,9 @@ class Served:
     screen: NormFilter = field(init=False)
     intake: DeltaAssembler = field(init=False)
     digests: list[dict[int, str]] = field(init=False)
-    """Per fragment: version -> digest of the last few, to compare with what learners say they hold."""
+    """For each fragment: version -> digest of the last few versions, to compare with the learners' digests."""
     updates: dict[int, Update] = field(default_factory=dict)
-    """Per fragment: the last Update as it went out (its first chunk), to be sent again."""
+    """For each fragment: the first chunk of its last Update, for retransmission."""
 
     def __post_init__(self) -> None:
         P = self.state.plan.P
@@ -78,7 +79,7 @@ class Served:
         self.updates[update.fragment] = update
 
     def bookkeeping(self, run: RunState) -> dict[str, Any]:
-        """What a checkpoint keeps beside the model."""
+        """The state that a checkpoint holds beside the model."""
         return {
             "phase": run.phase,
             "epoch": run.epoch,
@@ -89,17 +90,17 @@ class Served:
 
 @dataclass
 class RunState:
-    """What is true of the run now."""
+    """The present state of the run."""
 
     settings: RunSettings
     epoch: int = 0
     phase: Phase = "waiting"
     model_hash: str = ""
-    """Set when finished."""
+    """Set when the run is finished."""
     served: Served | None = None
     rejections: Rejections = field(default_factory=Rejections)
     block: StallMonitor = field(default_factory=StallMonitor)
     number: int = field(default_factory=lambda: secrets.randbits(53))
-    """Of this syncer process."""
+    """Random number of this syncer process, published in its beats."""
     confirmations: Confirmations = field(default_factory=Confirmations)
     buffers: FinalBuffers = field(default_factory=FinalBuffers)

@@ -1,18 +1,18 @@
-"""When the next slot opens, and how long a round may wait. Pure arithmetic of design: schedule, EMAs, equation 3."""
+"""Schedule of fragments, moving averages, and the grace window (arXiv 2604.21428, equation 3). Pure arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 EMA_SHARE = 0.25
-"""Weight of the newest measurement. (The paper gives no value.)"""
+"""Weight of the newest measurement; the paper gives no value."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Slot k opens at global step floor(k H / P) and calls fragment (s + c) mod P, with s = k mod P, c = k div P.
 
-    The rotation by c keeps a learner at half speed from meeting the same fragments for ever.
+    The rotation by c prevents that a learner at half speed always gets the same fragments.
     """
 
     H: int
@@ -48,7 +48,7 @@ class Ema:
 def grace_seconds(
     *, tau: int, step: float, quorum: float | None, sync: float | None, gamma: float, limit: float
 ) -> float:
-    """How long a round waits for more answers once the quorum is in (paper equation 3).
+    """Seconds that a round waits for further answers after its quorum (arXiv 2604.21428, equation 3).
 
     gamma (tau xi_step - xi_quorum - xi_sync), at least 0 and at most `limit`; `limit` until all three are known.
     """

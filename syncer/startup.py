@@ -1,4 +1,4 @@
-"""How a syncer begins: look at the disk, listen, take an epoch above every other, and go on from what is there."""
+"""Startup of a syncer: reads the disk, discovers the epoch, takes a higher one, and resumes the run if there is one."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from .run_state import Components, RunState, Served
 
 
 def begin(parts: Components, run: RunState, stopped: Callable[[], bool]) -> bool:
-    """After this the epoch is durable and, where the directory holds a run, it is served again. False, and nothing was
-    said or written, if it was `stopped` meanwhile: who has not heard everything must not speak.
+    """Make the new epoch durable and, if the directory holds a run, serve it again. Returns False, with nothing published
+    or written, if `stopped` meanwhile: a syncer with an incomplete discovery must not publish.
 
-    SettingError if the directory is not ours to use, or is empty while the run exists elsewhere.
+    SettingError if the directory is in use, or is empty while the run exists elsewhere.
     """
-    teller = parts.teller
+    telemetry = parts.telemetry
     parts.checkpoints.lock()
     restored = parts.checkpoints.restore(run.settings)
     if restored is None and parts.config.init is not None:
         check_model_file(parts.config.init)
-    survey = parts.listening.survey(stopped)
+    survey = parts.discovery.survey(stopped)
     if stopped():
         return False
-    stored_epoch = teller.registry.stored_epoch()
+    stored_epoch = telemetry.registry.stored_epoch()
     if restored is None:
         _refuse_foreign(parts, run, survey)
     run.epoch = 1 + max(stored_epoch, survey.epoch(parts.checkpoints.epoch()))
     parts.checkpoints.write_epoch(run.epoch)
-    teller.registry.write_epoch(run.epoch)
+    telemetry.registry.write_epoch(run.epoch)
     if restored is not None:
         _resume(parts, run, restored, survey)
     step = run.served.rounds.t if run.served else 0
-    teller.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
+    telemetry.event("syncer_started", epoch=run.epoch, resumed=restored is not None, step=step)
     redis = parts.config.redis
     for sentence in (*run.settings.advice(), *(redis_advice(redis) if redis is not None else ())):
-        teller.warn("advice", sentence=sentence)
+        telemetry.warn("advice", sentence=sentence)
     return True
 
 
 def serve(parts: Components, run: RunState, state: GlobalModel) -> Served:
-    """The model is here (version 0, or a checkpoint): from now on Hellos can be welcomed."""
+    """Serve a model (version 0, or a checkpoint): from now on learners can be welcomed."""
     plan, config = state.plan, parts.config
     sizes = [f.parameters for f in plan.fragments]
     rounds = Rounds(run.settings, sizes, run.epoch)
@@ -59,12 +59,12 @@ def serve(parts: Components, run: RunState, state: GlobalModel) -> Served:
     rounds.versions = list(state.versions)
     run.served = Served(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
     run.phase = "running"
-    parts.teller.publish_fragments(state, rounds.t)
+    parts.telemetry.publish_fragments(state, rounds.t)
     return run.served
 
 
 def _refuse_foreign(parts: Components, run: RunState, survey: KnownEpochs) -> None:
-    """An empty directory while the run exists elsewhere: never begin it a second time."""
+    """SettingError if the directory is empty while the run exists elsewhere: it must not begin a second time."""
     where, name = parts.config.directory, run.settings.run
     if survey.rival is not None:
         raise SettingError(
@@ -76,7 +76,7 @@ def _refuse_foreign(parts: Components, run: RunState, survey: KnownEpochs) -> No
             f"learners of run {name} are on {parts.config.broker}, and {where} holds nothing of it; "
             "give the directory that it began in, or stop those learners and begin again"
         )
-    if parts.teller.registry.stored_versions():
+    if parts.telemetry.registry.stored_versions():
         raise SettingError(
             f"Redis knows run {name} as seeded, but {where} holds nothing of it; give the directory that it began in, "
             f"or delete the keys dd:{name}:* and begin again"
@@ -85,10 +85,10 @@ def _refuse_foreign(parts: Components, run: RunState, survey: KnownEpochs) -> No
 
 def _resume(parts: Components, run: RunState, restored: Restored, survey: KnownEpochs) -> None:
     """Contents are the checkpoint's; versions go on above everything that anybody has seen."""
-    state, teller = restored.state, parts.teller
+    state, telemetry = restored.state, parts.telemetry
     for warning in restored.warnings:
-        teller.warn("checkpoint_damaged", sentence=warning)
-    stored = teller.registry.stored_versions()
+        telemetry.warn("checkpoint_damaged", sentence=warning)
+    stored = telemetry.registry.stored_versions()
     versions = [1 + max(stored.get(p, 0), survey.version(p, v)) for p, v in enumerate(state.versions)]
     undone = sum(new - 1 - old for new, old in zip(versions, state.versions, strict=True))
     state.renumber(versions)
@@ -100,4 +100,4 @@ def _resume(parts: Components, run: RunState, restored: Restored, survey: KnownE
         if restored.bookkeeping["phase"] == "finished" and served.rounds.t >= run.settings.steps:
             run.phase = "finished"
     if undone:
-        teller.warn("rolled_back", merges=undone, epoch=run.epoch, step=served.rounds.t)
+        telemetry.warn("rolled_back", merges=undone, epoch=run.epoch, step=served.rounds.t)

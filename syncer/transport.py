@@ -1,4 +1,4 @@
-"""The syncer's four sockets as one thing: wait, receive control first, send on the right plane."""
+"""Transport of the syncer: its four sockets behind one interface, which receives control messages first."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from ..common.sockets import (
 from ..common.wire import Message, Plane, beat_topic, prefix
 
 QUEUE_MESSAGES = 256
-"""Water mark of the bulk plane, in messages of at most 1 MiB."""
+"""High-water mark of the bulk plane, in messages of at most 1 MiB."""
 CONTROL_SECONDS = 0.2
-"""How long control messages are taken in one turn: a flood of them must not keep rounds and beats from theirs."""
+"""Longest time for control messages in one turn, so that a flood of them cannot delay rounds and beats."""
 BULK_A_TURN = 64
-"""Bulk messages taken before control is looked at again."""
+"""Bulk messages received before control messages are read again."""
 OUTBOX_MESSAGES = 4096
-"""Bulk messages kept while the broker takes no more; beyond it the oldest are dropped, and learners heal by Fetch."""
+"""Bulk messages queued while the broker accepts no more; beyond it the oldest are dropped, and learners fetch them."""
 RETRY_SECONDS = 0.005
-"""How soon a full uplink is tried again (there is no event for it)."""
+"""Interval of retries while a socket is full (ZeroMQ has no event for it)."""
 
 CONTROL_KINDS = ("hello", "alive", "goodbye", "fetch")
 BULK_KINDS = ("delta", "seed", "buffers")
 
 
 class Transport:
-    """Connected to a broker. All calls from one thread."""
+    """Connection to a broker. Used by one thread only."""
 
     def __init__(
         self, broker: str, run: str, on_malformed: Callable[[bytes, Malformed], Any], key: Path | None = None
     ) -> None:
-        """`key`: the file with the syncer's key, for a broker that asks for keys."""
+        """`key`: the file with the syncer's key, for a broker with keys."""
         address, held = Address.parse(broker), held_key(key, "syncer")
         check_sockets(f"the syncer of run {run}", 4, threads=3)
         self._broker, self._key = broker, key
@@ -69,46 +69,46 @@ class Transport:
             self._bulk.subscribe(prefix(run, kind))
         self._outbox: deque[Message] = deque()
         self.dropped = 0
-        """Messages that could not be sent because no broker took them."""
+        """Messages that could not be sent because no broker accepted them."""
         self._poller = zmq.Poller()
-        for line in self._all:
-            self._poller.register(line.socket, zmq.POLLIN)
+        for connection in self._all:
+            self._poller.register(connection.socket, zmq.POLLIN)
         self._ready: set[Any] = set()
 
     def call_on_malformed(self, on_malformed: Callable[[bytes, Malformed], Any]) -> None:
-        """From now on call this one, with the topic, for each message that is not what it says."""
+        """Set the callback for malformed messages; its arguments are the topic and the error."""
         self._control.on_malformed = self._bulk.on_malformed = on_malformed
 
     @property
     def proven(self) -> bool:
-        """The broker listens on both planes."""
+        """Whether the broker receives on both planes."""
         return all(up.proven for up in self._up.values())
 
     @property
     def refusal(self) -> str:
-        """Why the broker takes no connection, in a sentence; "" while it does, or is not there."""
+        """Why the broker rejects the connection, in a sentence; "" if it does not, or is not reachable."""
         return refusal_of(self._all, self._broker, self._key)
 
     @property
     def unresolved(self) -> str:
-        """Why the broker's host name leads nowhere, in a sentence; "" while it does."""
+        """Why the broker's host name cannot be resolved, in a sentence; "" if it can."""
         return unresolved_of(self._all)
 
     def wait(self, seconds: float) -> None:
-        """Until something arrives, at most `seconds`."""
+        """Wait for messages, at most `seconds`."""
         if self._outbox:
             self._flush()
         limit = min(seconds, RETRY_SECONDS) if self._outbox else seconds
         self._ready = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, limit) * 1000))}
-        for line in self._all:
-            line.look()
+        for connection in self._all:
+            connection.look()
         for up in self._up.values():
             if up.socket in self._ready:
                 up.read_subscriptions()
 
     def receive(self) -> Iterator[Message]:
-        """What had arrived when `wait` returned: control messages (all, unless they are a flood), then a bounded number
-        of bulk messages.
+        """The messages that had arrived when `wait` returned: control messages (all, unless they are a flood), then a
+        bounded number of bulk messages.
         """
         if self._control.socket in self._ready:
             until = time.monotonic() + CONTROL_SECONDS
@@ -121,7 +121,7 @@ class Transport:
             yield message
 
     def send(self, message: Message, plane: Plane | None = None) -> None:
-        """Send now; on the bulk plane a message that the broker cannot take yet waits in order behind the others."""
+        """Send now. On the bulk plane, messages are queued in order while the broker accepts no more."""
         plane = plane or message.PLANE
         if plane is Plane.CONTROL:
             self.dropped += not self._up[plane].send(message)
@@ -136,7 +136,7 @@ class Transport:
         up = self._up[Plane.BULK]
         while self._outbox:
             if not up.send(self._outbox[0]):
-                if not up.proven:  # nobody is there: what waits would only be stale later
+                if not up.proven:  # no broker: queued messages would be stale later
                     self.dropped += len(self._outbox)
                     self._outbox.clear()
                 return
@@ -152,10 +152,10 @@ class Transport:
 
     @property
     def gaps(self) -> int:
-        """Messages of learners that never came, by the numbers of those that did."""
+        """Messages of learners that did not arrive, counted by gaps in the sequence numbers."""
         return self._control.gaps + self._bulk.gaps
 
     def close(self) -> None:
-        for line in self._all:
-            line.close()
+        for connection in self._all:
+            connection.close()
         self._context.term()

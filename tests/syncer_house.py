@@ -120,9 +120,9 @@ class SyncerHouse:
             self.failure.append(failure)
         finally:
             parts.writer.close(5)
-            parts.listening.close()
-            parts.teller.registry.close()
-            parts.lines.close()
+            parts.discovery.close()
+            parts.telemetry.registry.close()
+            parts.transport.close()
             parts.checkpoints.unlock()
 
     def stop(self) -> None:
@@ -151,7 +151,7 @@ class SyncerHouse:
     def rejected(self) -> Counter[str]:
         """Rejections by reason."""
         total: Counter[str] = Counter()
-        for (_, reason), times in self.syncer.parts.teller.rejected.items():
+        for (_, reason), times in self.syncer.parts.telemetry.rejected.items():
             total[reason] += times
         return total
 

@@ -211,7 +211,7 @@ def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connecti
             block = house.syncer.current.block
             broker.stop_in_its_tracks()
             wait_for(lambda: "not even this syncer's own beats" in block.text, "the syncer says what it waits for")
-            assert house.syncer.parts.lines.proven
+            assert house.syncer.parts.transport.proven
             assert f"nothing returns from the broker at {house.address}" in block.text
             broker.go_on()
             wait_for(trains([learner], {}, lambda: not block.text), "it moves again")

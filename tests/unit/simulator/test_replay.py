@@ -212,7 +212,7 @@ def test_rows_that_make_no_sense_are_named(changed: Callable[..., Path]) -> None
         if row["what"] == "answer":
             row["tokens_to"] = "many"
 
-    with pytest.raises(SettingError, match=r"line \d+: no event that can be taken again"):
+    with pytest.raises(SettingError, match=r"line \d+: the event cannot be replayed"):
         replay_decisions(read_journal(changed("syncer", other)))
 
 
