@@ -25,13 +25,13 @@ NORM_WINDOW = 32
 NORM_AFTER = 8
 """Merged deltas before the filter judges: at the start the usual norm is unknown."""
 INSISTS_AFTER = 8
-"""Consecutive rejections of one learner at one fragment after which its norms count as persistent; more than twice those
-that lead to its reset."""
+"""Consecutive rejections of one learner at one fragment after which its norms count as persistent: more than
+twice those that lead to its reset."""
 
 
 class NormFilter:
-    """Filters deltas by norm. For each fragment it keeps the norms of the last 32 merged deltas, divided by the inner steps
-    that they cover: the first ones cover a step or two, later ones H.
+    """Filters deltas by norm. For each fragment it keeps the norms of the last 32 merged deltas, divided by the inner
+    steps that they cover: the first ones cover a step or two, later ones H.
 
     The usual norm may change for all learners at once (a restarted schedule, an unfrozen layer, an outer step that
     overshoots). So rejections are counted, and if more than half of the learners are rejected persistently, their norms
@@ -46,8 +46,8 @@ class NormFilter:
         """For each fragment, since its last merge: learner -> (rejections, norm of the last one)."""
 
     def absurd(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
-        """Whether the norm of `name`'s delta over `steps` exceeds 100 times the median, among the `live` learners. False
-        while the median is 0.
+        """Whether the norm of `name`'s delta over `steps` exceeds 100 times the median, among the `live` learners.
+        False while the median is 0.
         """
         norm = self._a_step(norm, steps)
         known = self._norms[fragment]
@@ -92,7 +92,7 @@ class DeltaAssembler:
         self._assemblies: dict[Key, tuple[tuple[int, int], Assembly]] = {}
 
     def take(self, delta: Delta) -> Answer | None:
-        """The answer that this chunk completes, or None while chunks are missing. Malformed with the reason if rejected."""
+        """The answer that this chunk completes; None while chunks are missing. Malformed if the chunk is invalid."""
         rounds = self._rounds
         if delta.epoch != rounds.epoch:
             raise Malformed("epoch", f"{delta.epoch}, now {rounds.epoch}")

@@ -15,7 +15,7 @@ WAIT_SECONDS = 0.1
 ABSENT_SECONDS = 5.0
 """Time after which an absent broker is reported, and again each time that this time has doubled."""
 LEAP = 2**32
-"""Most that epochs and versions can exceed those on disk. A larger claim is ignored: it could exceed what messages hold."""
+"""Most by which epochs and versions can exceed those on disk. Larger ones are ignored: no message could hold more."""
 SENDERS = 10_000
 """Most learners whose versions are kept."""
 

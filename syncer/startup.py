@@ -17,8 +17,8 @@ from .run_state import Components, RunState, Served
 
 
 def begin(parts: Components, run: RunState, stopped: Callable[[], bool]) -> bool:
-    """Make the new epoch durable and, if the directory holds a run, serve it again. Returns False, with nothing published
-    or written, if `stopped` meanwhile: a syncer with an incomplete discovery must not publish.
+    """Make the new epoch durable and, if the directory holds a run, serve it again. Returns False, with nothing
+    published or written, if `stopped` meanwhile: a syncer with an incomplete discovery must not publish.
 
     SettingError if the directory is in use, or is empty while the run exists elsewhere.
     """

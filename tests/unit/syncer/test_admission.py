@@ -92,7 +92,7 @@ def test_who_is_chosen_to_seed_and_only_says_hello_gives_way_to_another_for_good
         now += 1.0
     reply = joining.reply(hello("a", model), Membership(), now)
     assert reply.verdict == "wait"
-    assert "somebody else" in reply.reason
+    assert "another learner" in reply.reason
     assert joining.reply(hello("b", model), Membership(), now).verdict == "seed"
     assert joining.reply(hello("a", model), Membership(), now + 2 * SILENCE_SECONDS).verdict == "wait"
     assert joining.reply(hello("b", model), Membership(), now + 2 * SILENCE_SECONDS).verdict == "seed"
