@@ -39,7 +39,7 @@ from decoupled_diloco.simulator.settings import FailureModel
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "results.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 LINES = set(PAGE.splitlines())
 BLOCK_SIZE = "block-size"
 """Results of benchmarks/block_size.py, which no suite can give: the size is a constant of the wire."""
@@ -180,7 +180,7 @@ def hand_written(page: str) -> Iterator[tuple[str, str, list[str] | None]]:
 
 CHECKED = [
     pytest.param(heading, text, sources, id=f"{heading}-{n}")
-    for n, (heading, text, sources) in enumerate([*hand_written(PAGE), *hand_written(README)])
+    for n, (heading, text, sources) in enumerate([*hand_written(PAGE), *hand_written(TROUBLESHOOTING)])
     if sources
 ]
 
