@@ -148,3 +148,13 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
         for module in free:
             del left[module]
     assert left == {}
+
+
+MOST_LINES = 400
+
+
+@pytest.mark.parametrize("path", sources(), ids=ids)
+def test_no_file_is_too_long_to_be_read_at_once(path: Path) -> None:
+    """common/wire.py is exempt: one message after the other."""
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES or ids(path) == "common/wire.py", f"{ids(path)} has {lines} lines"
