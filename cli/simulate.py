@@ -69,14 +69,14 @@ def goodput(*, table: bool, sensitivity: bool, as_json: bool, **options: Any) ->
     plan, model = from_options(GoodputPlan, options), from_options(FailureModel, options)
     steps, seed = plan.steps(model), plan.seed
     if sensitivity:
-        rows = cluster.sensitivity(model, steps=steps, seed=seed, said=lambda what: echo(what, err=True))
+        rows = cluster.sensitivity(model, steps=steps, seed=seed, on_progress=lambda what: echo(what, err=True))
         echo(json_line({"rows": rows}) if as_json else tables.sensitivity(rows))
     elif table:
         cells = cluster.table_1(model, steps=steps, seed=seed)
-        worst = cluster.worst_difference(cells)
+        worst = cluster.largest_difference(cells)
         echo(json_line({"cells": cells, "worst": worst}) if as_json else tables.table_1(cells, worst))
     else:
-        outcomes = cluster.beside_each_other(plan, model)
+        outcomes = cluster.compare_systems(plan, model)
         figures: dict[str, Any] = {
             system: {"goodput": round(o.goodput, 4), "uptime": round(o.uptime, 4)} for system, o in outcomes.items()
         }
@@ -144,7 +144,9 @@ def run_cluster(*, data: Path | None, tape: Path | None, as_json: bool, **option
         reject_options(("data", *unused), "has no effect with --cost-only, which trains no model")
     failures = from_options(FailureModel, {**options, "step_seconds": FailureModel.step_seconds})
     settings, task = from_options(RunSettings, options), from_options(TaskSettings, options)
-    result = virtual_run.run(plan, settings, task, failures, data=data, tape=tape, said=_progress(settings.steps))
+    result = virtual_run.run(
+        plan, settings, task, failures, data=data, tape=tape, on_progress=_progress(settings.steps)
+    )
     echo(json_line(result) if as_json else tables.run(result))
     return 0
 

@@ -50,19 +50,19 @@ TABLE_13: dict[tuple[int, int, str], tuple[float, ...]] = {
     (5, 8, "bf16"): (0.21, 0.40, 0.59, 0.68),
     (5, 8, "int4"): (0.05, 0.10, 0.15, 0.17),
 }
-"""The paper's Table 13: (step seconds, sites, method or codec) -> Gbit/s at UTILIZATIONS."""
+"""arXiv 2604.21428, Table 13: (step seconds, sites, method or codec) -> Gbit/s at UTILIZATIONS."""
 UTILIZATIONS = (0.50, 0.75, 0.90, 0.95)
 
 
 def ring_bits(params: float, bits: float, sites: int) -> float:
-    """What a ring all-reduce among `sites` sends over each link: 2 (D - 1) / D times the vector."""
+    """Bits that a ring all-reduce among `sites` sends over each link: 2 (D - 1) / D times the vector."""
     return params * bits * 2 * (sites - 1) / sites
 
 
 def published(link: LinkModel, method: Method, bits: float) -> float:
-    """Gbit/s by the paper's model, for gradients of `bits` bits (data-parallel sends bf16 whatever is asked).
+    """Gbit/s by the paper's model, for gradients of `bits` bits (data-parallel always sends bf16).
 
-    data-parallel: V / (e + 2/3 T). diloco: all at once each H steps, nothing hidden: V / (H e). streaming: a fragment
+    data-parallel: V / (e + 2/3 T). diloco: all at once every H steps, nothing hidden: V / (H e). streaming: a fragment
     at a time, tau steps hidden: V / (H (e + min(1, tau P / H) T)). decoupled: as the paper's figures imply.
     """
     e, T, H = link.exposed_seconds, link.step_seconds, link.sync_every
@@ -78,10 +78,10 @@ def published(link: LinkModel, method: Method, bits: float) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one learner, as its own sockets count them: frames, without what ZeroMQ and TCP add."""
+    """Bytes of one learner as its sockets count them: frames, without the overhead of ZeroMQ and TCP."""
 
     up_a_round: float
-    """For one call that is answered: the delta."""
+    """One answered call: the delta."""
     down_a_round: float
     """The call, and the merged fragment."""
     up_a_second: float
@@ -89,7 +89,7 @@ class Traffic:
     down_a_second: float
     """Beats, on both planes."""
     keyframes: float
-    """The whole model once, in f32: at a join, and at the end of a run."""
+    """The whole model in f32, sent at a join and at the end of a run."""
 
     def up(self, *, rounds: float, seconds: float) -> float:
         return rounds * self.up_a_round + seconds * self.up_a_second
@@ -99,9 +99,9 @@ class Traffic:
 
 
 def traffic(settings: RunSettings, lengths: Sequence[int], learners: int, task: TaskSettings | None = None) -> Traffic:
-    """What the messages of a run weigh. lengths: elements of each fragment's flat vector; learners: who contributes."""
+    """Message sizes of a run. lengths: elements of each fragment's flat vector; learners: number of contributors."""
     P = len(lengths)
-    counter = 2**20  # of the size that counters have in a long run
+    counter = 2**20  # a typical counter in a long run
     names = [f"learner-{number + 1}" for number in range(learners)]
     incarnations = [(name, 2**52) for name in names]
     header: dict[str, Any] = {"run": settings.run, "sequence": counter, "epoch": 1}
@@ -110,12 +110,12 @@ def traffic(settings: RunSettings, lengths: Sequence[int], learners: int, task: 
                 contributors=tuple(incarnations), received=tuple(names))  # fmt: skip
     digest = "0" * 64
 
-    def weighs(message: Message) -> int:
+    def message_bytes(message: Message) -> int:
         return sum(len(frame) for frame in encode(message))
 
     def chunks(kind: type[Chunked], size: int, **more: Any) -> int:
         count = chunk_count(size)
-        heading = weighs(kind(size=size, chunk=count - 1, chunks=count, **chunked, **header, **more))
+        heading = message_bytes(kind(size=size, chunk=count - 1, chunks=count, **chunked, **header, **more))
         return count * heading + size  # the numbers in the headers of large payloads are about equally long
 
     up = [
@@ -148,28 +148,28 @@ def traffic(settings: RunSettings, lengths: Sequence[int], learners: int, task: 
     )  # fmt: skip
     return Traffic(
         up_a_round=sum(up) / P,
-        down_a_round=sum(down) / P + weighs(call),
-        up_a_second=weighs(alive) / BEAT_SECONDS,
-        down_a_second=2 * weighs(beat) / BEAT_SECONDS,
+        down_a_round=sum(down) / P + message_bytes(call),
+        up_a_second=message_bytes(alive) / BEAT_SECONDS,
+        down_a_second=2 * message_bytes(beat) / BEAT_SECONDS,
         keyframes=keyframes,
     )
 
 
 def this_system(link: LinkModel) -> dict[str, float]:
-    """Gbit/s that each direction of a learner's link, and of the syncer's, needs: one learner a site, all contribute.
+    """Gbit/s needed in each direction of a learner's link and of the syncer's: one learner per site, all contribute.
 
-    A fragment's transfer may hide behind `overlap` steps and wait for what utilization leaves; links carry both
-    directions at once, so that the larger one counts. In no case less than what arises in a second.
+    A fragment's transfer may overlap with `overlap` steps and use the waiting time that utilization allows; links are
+    full duplex, so the larger direction counts. Never less than the average traffic.
     """
     P, H = link.parts, link.sync_every
     length = -(-int(link.params / P) // ALIGN) * ALIGN
     settings = RunSettings(sync_every=H, codec_up=link.codec_up, codec_down=link.codec_down)
     weights = traffic(settings, [length] * P, link.sites)
     round_seconds = H / P * (link.step_seconds + link.exposed_seconds)
-    patience = link.overlap * link.step_seconds + H / P * link.exposed_seconds
+    transfer_seconds = link.overlap * link.step_seconds + H / P * link.exposed_seconds
 
     def gbit(round_bytes: float, second_bytes: float) -> float:
-        return 8e-9 * (round_bytes / min(round_seconds, patience) + second_bytes)
+        return 8e-9 * (round_bytes / min(round_seconds, transfer_seconds) + second_bytes)
 
     up = gbit(weights.up_a_round, weights.up_a_second)
     down = gbit(weights.down_a_round, weights.down_a_second)
@@ -185,7 +185,7 @@ def this_system(link: LinkModel) -> dict[str, float]:
 
 
 def table_13() -> list[dict[str, Any]]:
-    """The paper's 50 to 95 % cells beside the closed forms."""
+    """The paper's 50 to 95 % cells and the closed forms."""
     cells = []
     for (seconds, sites, what), row in TABLE_13.items():
         for utilization, paper in zip(UTILIZATIONS, row, strict=True):
@@ -198,6 +198,6 @@ def table_13() -> list[dict[str, Any]]:
 
 
 def agrees(ours: float, paper: float) -> bool:
-    """Within 5 %, or the same in the digits that the paper prints."""
+    """Whether they are within 5 %, or equal in the digits that the paper prints."""
     digits = len(f"{paper:g}".partition(".")[2])
     return abs(ours / paper - 1) <= 0.05 or round(ours, digits) == paper

@@ -23,18 +23,18 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Stretch:
-    """From `start` to `end` the group made useful steps with `share` of its slices."""
+    """Interval in which the group made useful steps with `share` of its slices."""
 
     start: float
     end: float
     share: float
     useful_seconds: float
-    """Of them, what chips of mean speed would have needed: waiting for slow chips is no use."""
+    """Time that chips of mean speed would have needed: waiting for slow chips is not useful."""
 
 
 @dataclass(frozen=True)
 class Absence:
-    """From `start` to `end` a share of a group's slices is away together: its site is down, or it is day."""
+    """Interval in which a share of a group's slices is absent: its site is down, or it is daytime."""
 
     start: float
     end: float
@@ -68,8 +68,8 @@ class ChipGroup:
     def life(self, seconds: float) -> Iterator[Stretch]:
         """Useful stretches in order of time, until `seconds`.
 
-        Between two steps the group takes leave of what failed or went, and takes back what returned: one pause, as
-        long as the longer of the two. During a pause nothing fails.
+        Between two steps the group removes failed or absent slices and takes returned ones back, in one pause of the
+        longer of the two lengths. Nothing fails during a pause.
         """
         t, model, present, failed = 0.0, self.model, self._present(0.0), 0
         while t < seconds:
@@ -95,7 +95,7 @@ class ChipGroup:
         return max(model.downscale_seconds if shrinks else 0.0, model.upscale_seconds if grows else 0.0)
 
     def _fail(self, t: float, seconds: float, present: int) -> int:
-        """Slices that fail within `seconds`; each returns later. A group without elasticity has spares at hand."""
+        """Number of slices that fail within `seconds`; each returns later. A group without elasticity has spares."""
         alive = present - self._failed
         mean = alive * self._slice_rate * seconds
         count = min(alive, int(self._rng.poisson(mean))) if alive > 0 else 0
@@ -107,7 +107,7 @@ class ChipGroup:
         return count
 
     def _returned(self, t: float) -> int:
-        """Slices that came back up to `t`."""
+        """Number of slices that returned up to `t`."""
         until = int(t / self.model.step_seconds)
         count = sum(self._back.pop(slot, 0) for slot in range(self._next_back, until))
         self._next_back = max(self._next_back, until)
@@ -119,7 +119,7 @@ class ChipGroup:
         return self.slices - min(self.slices, round(self.slices * share))
 
     def _next_change(self, t: float) -> float:
-        """When something that is away at `t` may be there again: the next return, or the end of an absence."""
+        """Earliest time after `t` at which slices may return: the next return, or the end of an absence."""
         times = [(min(self._back) + 1) * self.model.step_seconds] if self._back else []
         times += [a.end for a in self._absences if a.start <= t < a.end]
         return min(times, default=math.inf)
@@ -131,7 +131,7 @@ class ChipGroup:
 
 
 def site_outages(model: FailureModel, site: int, seconds: float, seed: int) -> list[tuple[float, float]]:
-    """When site number `site` is down, until `seconds`: (start, end) in order."""
+    """Outages of site number `site` until `seconds`: (start, end) in order."""
     if not model.site_failures_a_year:
         return []
     rng, t = np.random.default_rng((seed, 1, site)), 0.0
@@ -146,7 +146,7 @@ def site_outages(model: FailureModel, site: int, seconds: float, seed: int) -> l
 
 
 def days(model: FailureModel, seconds: float) -> list[tuple[float, float]]:
-    """When what is scavenged is away: the first part of each day of virtual time."""
+    """Absences of scavenged compute: the first part of each day of virtual time."""
     if not model.scavenged_share or model.night_hours >= 24:
         return []
     length = DAY_SECONDS * (1 - model.night_hours / 24)
@@ -154,13 +154,13 @@ def days(model: FailureModel, seconds: float) -> list[tuple[float, float]]:
 
 
 def _returns(model: FailureModel, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Seconds until each of `count` slices is back: f64, shape [count]."""
+    """Seconds until each of `count` slices returns: f64, shape [count]."""
     below = 1.0 - rng.random(count) ** (1.0 / model.return_power)
     return np.asarray(model.return_seconds * (-np.log(np.maximum(below, 1e-300))) ** (1.0 / model.return_shape))
 
 
 def _slowest(model: FailureModel, chips: float, rng: np.random.Generator) -> float:
-    """How many times as long as a mean chip the slowest of `chips` takes, for good: one draw of the maximum."""
+    """Permanent slowdown of the slowest of `chips` relative to a mean chip: one draw of the maximum."""
     if not model.speed_spread:
         return 1.0
     quantile = min(1.0 - 1e-15, float(rng.random()) ** (1.0 / max(1.0, chips)))

@@ -17,7 +17,7 @@ from .failures import Absence, ChipGroup, Stretch, days, site_outages
 from .settings import FailureModel, GoodputPlan
 
 System = Literal["rigid", "elastic", "decoupled"]
-"""Data-parallel without elasticity, elastic data-parallel, and learners that do not wait for one another."""
+"""Data-parallel without elasticity, elastic data-parallel, and decoupled learners."""
 CHIPS = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 TABLE_1: dict[tuple[System, int], tuple[tuple[int, int], ...]] = {
     ("rigid", 1): ((72, 72), (57, 57), (38, 38), (27, 27), (18, 18)),
@@ -27,7 +27,7 @@ TABLE_1: dict[tuple[System, int], tuple[tuple[int, int], ...]] = {
     ("decoupled", 8): ((98, 100), (96, 100), (94, 100), (88, 100), (80, 99)),
     ("decoupled", 16): ((99, 100), (98, 100), (96, 100), (93, 100), (86, 99)),
 }
-"""The paper's Table 1: (goodput, uptime) in percent at CHIPS."""
+"""arXiv 2604.21428, Table 1: (goodput, uptime) in percent at CHIPS."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class GoodputOutcome:
 def simulate(
     system: System, learners: int, chips: int, model: FailureModel, *, steps: int, seed: int
 ) -> GoodputOutcome:
-    """One run as long as `steps` inner steps. Data-parallel systems are one group, whatever `learners` says."""
+    """Simulate the time of `steps` inner steps. Data-parallel systems are one group, whatever `learners` is."""
     groups = learners if system == "decoupled" else 1
     seconds = steps * model.step_seconds
-    useful, lives = 0.0, []
+    useful, groups_busy = 0.0, []
     for number in range(groups):
         rng = np.random.default_rng((seed, 0, number))
         absences = list(absences_of(model, number, groups, seconds, seed))
         group = ChipGroup(model, chips / groups, rng, absences, elastic=system != "rigid")
-        busy = _joined(group.life(seconds), seconds)
-        lives.append(busy.intervals)
+        busy = _merge_stretches(group.life(seconds), seconds)
+        groups_busy.append(busy.intervals)
         useful += busy.useful_seconds
-    return GoodputOutcome(useful / (groups * seconds), _union(lives) / seconds)
+    return GoodputOutcome(useful / (groups * seconds), _covered_seconds(groups_busy) / seconds)
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Busy:
     useful_seconds: float
 
 
-def _joined(life: Iterable[Stretch], seconds: float) -> _Busy:
-    """Stretches that touch become one interval: memory is O(interruptions)."""
+def _merge_stretches(life: Iterable[Stretch], seconds: float) -> _Busy:
+    """Merge adjacent stretches into one interval: memory is O(interruptions)."""
     intervals: list[tuple[float, float]] = []
     useful = 0.0
     for stretch in life:
@@ -75,10 +75,10 @@ def _joined(life: Iterable[Stretch], seconds: float) -> _Busy:
     return _Busy(intervals, useful)
 
 
-def _union(lives: Iterable[list[tuple[float, float]]]) -> float:
+def _covered_seconds(groups_busy: Iterable[list[tuple[float, float]]]) -> float:
     """Seconds covered by at least one interval."""
     covered, reached = 0.0, 0.0
-    for start, end in sorted(interval for life in lives for interval in life):
+    for start, end in sorted(interval for life in groups_busy for interval in life):
         if end > reached:
             covered += end - max(start, reached)
             reached = end
@@ -86,7 +86,7 @@ def _union(lives: Iterable[list[tuple[float, float]]]) -> float:
 
 
 def absences_of(model: FailureModel, number: int, groups: int, seconds: float, seed: int) -> Iterator[Absence]:
-    """What takes many slices of group `number` away together. One group is spread over all sites, else each has one."""
+    """Absences of many slices of group `number` together. A single group spans all sites; else each has one."""
     sites = range(model.sites) if groups == 1 else [number % model.sites]
     for site in sites:
         for start, end in site_outages(model, site, seconds, seed):
@@ -98,12 +98,12 @@ def absences_of(model: FailureModel, number: int, groups: int, seconds: float, s
 
 
 def outages(model: FailureModel, plan: GoodputPlan) -> int:
-    """How many times a site fails in the simulated time."""
+    """Number of site failures in the simulated time."""
     seconds = plan.steps(model) * model.step_seconds
     return sum(len(site_outages(model, site, seconds, plan.seed)) for site in range(model.sites))
 
 
-def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, GoodputOutcome]:
+def compare_systems(plan: GoodputPlan, model: FailureModel) -> dict[System, GoodputOutcome]:
     """The three systems on the same chips."""
     model.check_slices(plan.chips, plan.learners)
     systems: tuple[System, ...] = ("rigid", "elastic", "decoupled")
@@ -114,7 +114,7 @@ def beside_each_other(plan: GoodputPlan, model: FailureModel) -> dict[System, Go
 
 
 def table_1(model: FailureModel, *, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The cells of the paper's Table 1 beside ours, all as shares."""
+    """Cells of the paper's Table 1 and ours, all as shares."""
     cells = []
     for (system, learners), row in TABLE_1.items():
         for chips, (goodput, uptime) in zip(CHIPS, row, strict=True):
@@ -129,15 +129,15 @@ def table_1(model: FailureModel, *, steps: int, seed: int) -> list[dict[str, Any
     return cells
 
 
-def worst_difference(cells: Iterable[dict[str, Any]]) -> float:
-    """The largest distance from the paper in any cell, as a share."""
+def largest_difference(cells: Iterable[dict[str, Any]]) -> float:
+    """Largest difference from the paper in any cell, as a share."""
     return max(abs(float(c[what]) - float(c[f"paper_{what}"])) for c in cells for what in ("goodput", "uptime"))
 
 
 def sensitivity(
-    model: FailureModel, *, steps: int, seed: int, by: float = 0.25, said: Callable[[str], None] = lambda _: None
+    model: FailureModel, *, steps: int, seed: int, by: float = 0.25, on_progress: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """What a fourth more or less of each parameter does to goodput, in the mean over Table 1's cells, as shares."""
+    """Mean goodput over Table 1's cells with each parameter a fourth lower and higher, as shares."""
     idle = {"sites", *([] if model.slowdowns_a_chip_year else ["slowdown_seconds", "slowdown_factor"])}
     idle |= {
         *([] if model.site_failures_a_year else ["site_seconds"]),
@@ -148,7 +148,7 @@ def sensitivity(
         value = getattr(model, field.name)
         if not value or field.name in idle:
             continue
-        said(f"{field.name}: two tables of {sum(map(len, TABLE_1.values()))} cells")
+        on_progress(f"{field.name}: two tables of {sum(map(len, TABLE_1.values()))} cells")
         row: dict[str, Any] = {"parameter": field.name, "value": value}
         for name, factor in (("less", 1 - by), ("more", 1 + by)):
             most = {"scavenged_share": 1.0, "night_hours": 24.0}.get(field.name, math.inf)

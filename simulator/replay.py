@@ -34,49 +34,49 @@ from ..syncer.run_state import Served
 from .real_training import version_zero
 from .virtual_learner import VirtualLearner
 
-MOST_THREADS = 1024
-Answered = tuple[str, int, int, int]
+MAX_THREADS = 1024
+AnswerKey = tuple[str, int, int, int]
 """(name, incarnation, slot, attempt)"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a replay found. It raises where something differs, so these are the figures of a tape that agrees."""
+    """Figures of a tape whose replay agrees; a difference raises instead."""
 
     decisions: int
     merges: int
     local_steps: int
     model_hash: str
-    """"" where nothing was trained to the end."""
+    """Empty if nothing was trained to the end."""
     complete: bool
-    """The tape has the run's end."""
+    """Whether the tape includes the run's end."""
 
 
-def replay(tape: RunJournal, data: Path | None, said: Callable[[int], None] = lambda _: None) -> Verdict:
-    """Take every decision again and train everything anew. SettingError, naming the line, at the first difference."""
+def replay(tape: RunJournal, data: Path | None, on_progress: Callable[[int], None] = lambda _: None) -> Verdict:
+    """Repeat every decision and all training. SettingError, with the line, at the first difference."""
     try:
-        return _Replay(tape, data, said).run()
-    except BROKEN as wrong:
-        raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({wrong!r})") from wrong
+        return _Replay(tape, data, on_progress).run()
+    except BROKEN as error:
+        raise SettingError(f"{tape.syncer.path}: no tape that can be done again ({error!r})") from error
 
 
 def replay_decisions(tape: RunJournal) -> Verdict:
-    """Take every decision again, without a model. SettingError, naming the line, at the first that differs."""
-    again, decisions, merges = ReplayedRounds(tape.syncer), 0, 0
+    """Repeat every decision, without a model. SettingError, with the line, at the first difference."""
+    rounds, decisions, merges = ReplayedRounds(tape.syncer), 0, 0
     for number, row in enumerate(tape.syncer.rows, 2):
-        actions = again.take(number, row)
+        actions = rounds.take(number, row)
         decisions += len(actions) if row["what"] == "tick" else 0
         merges += row["what"] == "merged"
     return Verdict(decisions, merges, 0, "", _complete(tape))
 
 
 class _Replay:
-    """The global model, made again merge by merge."""
+    """Replay of the global model, merge by merge."""
 
-    def __init__(self, tape: RunJournal, data: Path | None, said: Callable[[int], None]) -> None:
-        self._tape, self._said = tape, said
-        self._again = ReplayedRounds(tape.syncer)
-        settings, task = self._again.settings, _task(tape.syncer)
+    def __init__(self, tape: RunJournal, data: Path | None, on_progress: Callable[[int], None]) -> None:
+        self._tape, self._on_progress = tape, on_progress
+        self._replayed = ReplayedRounds(tape.syncer)
+        settings, task = self._replayed.settings, _task(tape.syncer)
         corpus = load_corpus(data, task.sequence_length)
         if tape.syncer["data_hash"] not in ("", corpus.sha256):
             raise SettingError(
@@ -88,54 +88,58 @@ class _Replay:
                 f"{tape.syncer.path} is the tape of another model than this program builds: it was made by another "
                 "version, or changed"
             )
-        rounds = self._again.rounds
+        rounds = self._replayed.rounds
         self._served = Served(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
         epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)
-        self._world = _World(settings, task, corpus, plan, state.static, epoch, wanted, _uses(tape))
+        self._context = _ReplayContext(settings, task, corpus, plan, state.static, epoch, wanted, _count_uses(tape))
         for p, vector in enumerate(state.public):
-            self._world.made(p, PublicFragment(0, vector, digest(vector)))
-        self._lives: dict[tuple[str, int], _Life] = {}
+            self._context.add_version(p, PublicFragment(0, vector, digest(vector)))
+        self._learners: dict[tuple[str, int], _ReplayedLearner] = {}
 
     def run(self) -> Verdict:
         rows, decisions, merges, model_hash = self._tape.syncer.rows, 0, 0, ""
         for number, row in enumerate(rows, 2):
-            vector = self._vector(number, row) if row["what"] == "answer" else None
+            vector = self._trained_vector(number, row) if row["what"] == "answer" else None
             if row["what"] == "begin" and row.get("resumed") is not None:
                 raise SettingError(
                     f"{self._tape.syncer.path} begins in mid-run, so it cannot be trained again; see --decisions"
                 )
             if row["what"] == "merged":
-                self._merge(number, row)
+                self._replay_merge(number, row)
                 merges += 1
-                self._said(merges)
+                self._on_progress(merges)
             if row["what"] == "failed":
-                self._fail(number, row)
-            actions = self._again.take(number, row, vector)
+                self._replay_failure(number, row)
+            actions = self._replayed.take(number, row, vector)
             decisions += len(actions) if row["what"] == "tick" else 0
             for action in actions:
                 if isinstance(action, Called):
-                    call = self._again.rounds.wire_call(action.call)
-                    self._world.calls[call.slot, call.attempt] = call
+                    call = self._replayed.rounds.wire_call(action.call)
+                    self._context.calls[call.slot, call.attempt] = call
             if row["what"] == "end":
-                model_hash = self._end(number, row)
+                model_hash = self._check_end(number, row)
         return Verdict(
-            decisions, merges, sum(life.local_steps for life in self._lives.values()), model_hash, _complete(self._tape)
+            decisions,
+            merges,
+            sum(learner.local_steps for learner in self._learners.values()),
+            model_hash,
+            _complete(self._tape),
         )
 
-    def _vector(self, number: int, row: Row) -> Any:
-        """What this answer carried, by training up to it; None for one that was not merged."""
+    def _trained_vector(self, number: int, row: Row) -> Any:
+        """Vector of this answer, by training up to it; None if it was not merged."""
         try:
             key = (row["learner"], row["incarnation"], row["slot"], row["attempt"])
-        except KeyError as wrong:
-            raise SettingError(f"{self._tape.syncer.path}, line {number}: an answer without {wrong}") from wrong
-        if key not in self._world.wanted or row.get("refused"):
+        except KeyError as error:
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: an answer without {error}") from error
+        if key not in self._context.wanted or row.get("refused"):
             return None
         answer: Answer | None = None
         try:
-            for chunk in self._life(key[0], key[1]).until(key, self._world):
+            for chunk in self._learner(key[0], key[1]).until(key, self._context):
                 answer = self._served.intake.take(chunk)
-        except Malformed as wrong:
-            raise SettingError(f"{self._tape.syncer.path}, line {number}: refused here: {wrong}") from wrong
+        except Malformed as error:
+            raise SettingError(f"{self._tape.syncer.path}, line {number}: refused here: {error}") from error
         if answer is None:
             return None
         for name in ANSWER:
@@ -147,44 +151,44 @@ class _Replay:
                 )
         return answer.vector
 
-    def _life(self, name: str, incarnation: int) -> _Life:
+    def _learner(self, name: str, incarnation: int) -> _ReplayedLearner:
         who = (name, incarnation)
-        if who not in self._lives:
+        if who not in self._learners:
             if who not in self._tape.learners:
                 raise SettingError(
                     f"the tape has no file {name}-{incarnation}.jsonl, and what that learner sent was merged; "
                     "it was started without --tape, or elsewhere: lay its file beside the others"
                 )
-            self._lives[who] = _Life(self._tape.learners[who], self._world)
-        return self._lives[who]
+            self._learners[who] = _ReplayedLearner(self._tape.learners[who], self._context)
+        return self._learners[who]
 
-    def _merge(self, number: int, row: Row) -> None:
-        served, merge = self._served, self._again.merge_of(row["slot"])
+    def _replay_merge(self, number: int, row: Row) -> None:
+        served, merge = self._served, self._replayed.merge_of(row["slot"])
         merged = merge_answers(served, merge)
         if merged.digest != row.get("digest"):
             raise SettingError(
                 f"{self._tape.syncer.path}, line {number}: version {merged.version} of fragment {merge.call.fragment} "
-                f"has other bits here than on the tape{self._torch()}"
+                f"has other bits here than on the tape{self._likely_cause()}"
             )
-        # the screen is told no norm, so it judges nothing: refusals stand on no tape, and what was usual rests on them
+        # the norm filter gets no norms: its rejections are not on the tape, and its statistics depend on them
         public = PublicFragment(
             merged.version, served.state.public[merge.call.fragment], merged.digest, merge.contributors
         )  # fmt: skip
-        self._world.made(merge.call.fragment, public)
+        self._context.add_version(merge.call.fragment, public)
 
-    def _fail(self, number: int, row: Row) -> None:
+    def _replay_failure(self, number: int, row: Row) -> None:
         with suppress(Malformed):
-            merge_answers(self._served, self._again.merge_of(row["slot"]))
+            merge_answers(self._served, self._replayed.merge_of(row["slot"]))
             raise SettingError(f"{self._tape.syncer.path}, line {number}: a merge that failed there succeeds here")
 
-    def _torch(self) -> str:
-        """What may be why."""
+    def _likely_cause(self) -> str:
+        """Likely cause of different bits."""
         theirs = {str(file.head.get("torch")) for file in self._tape.learners.values()} - {torch.__version__}
         if theirs:
             return f", which was made by torch {', '.join(sorted(theirs))}; this is {torch.__version__}"
         return "; it was made on another machine, or it was changed"
 
-    def _end(self, number: int, row: Row) -> str:
+    def _check_end(self, number: int, row: Row) -> str:
         state = self._served.state
         state.finalize()
         found = state.model_hash()
@@ -194,8 +198,8 @@ class _Replay:
 
 
 @dataclass
-class _World:
-    """What lives may ask for: fragments at versions, calls."""
+class _ReplayContext:
+    """Versions and calls shared by all replayed learners."""
 
     settings: RunSettings
     task: TaskSettings
@@ -203,53 +207,53 @@ class _World:
     plan: Plan
     static: bytes
     epoch: int
-    wanted: set[Answered]
+    wanted: set[AnswerKey]
     uses: Counter[tuple[int, int]]
-    """Of (fragment, version): how often some life still takes it."""
+    """(fragment, version) -> number of adoptions still to come."""
     calls: dict[tuple[int, int], Call] = field(default_factory=dict)
     """By (slot, attempt)."""
     _public: dict[tuple[int, int], PublicFragment] = field(default_factory=dict)
 
-    def made(self, fragment: int, public: PublicFragment) -> None:
+    def add_version(self, fragment: int, public: PublicFragment) -> None:
         if self.uses[fragment, public.version]:
             self._public[fragment, public.version] = public
 
     def public(self, fragment: int, version: int) -> PublicFragment:
-        """KeyError if it was not made yet: no learner can have adopted it."""
-        taken = self._public[fragment, version]
+        """KeyError if it does not exist yet, so no learner can have adopted it."""
+        found = self._public[fragment, version]
         self.uses[fragment, version] -= 1
         if not self.uses[fragment, version]:
             del self._public[fragment, version]
-        return taken
+        return found
 
 
-class _Life:
-    """One life of a learner, done again as far as somebody needs it."""
+class _ReplayedLearner:
+    """One learner incarnation, replayed as far as its answers are needed."""
 
-    def __init__(self, file: JournalFile, world: _World) -> None:
-        if file["epoch"] != world.epoch:
-            raise SettingError(f"{file.path} belongs to epoch {file['epoch']}, not to {world.epoch} as the syncer's")
-        if file["data_hash"] != world.corpus.sha256:
+    def __init__(self, file: JournalFile, context: _ReplayContext) -> None:
+        if file["epoch"] != context.epoch:
+            raise SettingError(f"{file.path} belongs to epoch {file['epoch']}, not to {context.epoch} as the syncer's")
+        if file["data_hash"] != context.corpus.sha256:
             raise SettingError(f"{file.path} is of a learner that trained another text than the run's; see --decisions")
-        self.file, self._world = file, world
+        self.file, self._context = file, context
         self._rows = enumerate(file.rows, 2)
-        self._answers: dict[Answered, Any] = {}
-        whole = tuple(self._taken(1, p, v) for p, v in enumerate(file["versions"]))
-        joined = Joined(world.plan, world.settings, world.task, world.epoch, file["t"], whole, world.static)
+        self._answers: dict[AnswerKey, Any] = {}
+        whole = tuple(self._version(1, p, v) for p, v in enumerate(file["versions"]))
+        joined = Joined(context.plan, context.settings, context.task, context.epoch, file["t"], whole, context.static)
         first = file.rows[0].get("adopted", ()) if file.rows and file.rows[0].get("steps") == 0 else ()
-        self._trainee = VirtualLearner(
-            joined, world.corpus, str(file["learner"]), int(file["incarnation"]),
-            pending=[(p, self._taken(2, p, v)) for p, _, v, _ in first],
+        self._trained = VirtualLearner(
+            joined, context.corpus, str(file["learner"]), int(file["incarnation"]),
+            pending=[(p, self._version(2, p, v)) for p, _, v, _ in first],
         )  # fmt: skip
 
     @property
     def local_steps(self) -> int:
-        return self._trainee.session.local_steps
+        return self._trained.session.local_steps
 
-    def until(self, wanted: Answered, world: _World) -> list[Any]:
-        """Train until this answer was captured; its chunks."""
+    def until(self, wanted: AnswerKey, context: _ReplayContext) -> list[Any]:
+        """Train until this answer is captured; returns its chunks."""
         threads = int(self.file["threads"])
-        if not 0 < threads <= MOST_THREADS:
+        if not 0 < threads <= MAX_THREADS:
             raise SettingError(f"{self.file.path} is of a learner with {threads} threads, which no machine has")
         torch.set_num_threads(threads)
         while wanted not in self._answers:
@@ -259,50 +263,50 @@ class _Life:
                     f"{self.file.path} ends before the answer to slot {wanted[2]}, attempt {wanted[3]}, that was merged"
                 )
             try:
-                self._boundary(number, row, world)
-            except BROKEN as wrong:
+                self._boundary(number, row, context)
+            except BROKEN as error:
                 raise SettingError(
-                    f"{self.file.path}, line {number}: no step boundary that can be done again ({wrong!r})"
-                ) from wrong
+                    f"{self.file.path}, line {number}: no step boundary that can be done again ({error!r})"
+                ) from error
         return list(self._answers.pop(wanted))
 
-    def _taken(self, number: int, fragment: int, version: int) -> PublicFragment:
+    def _version(self, number: int, fragment: int, version: int) -> PublicFragment:
         try:
-            return self._world.public(fragment, version)
-        except KeyError as wrong:
+            return self._context.public(fragment, version)
+        except KeyError as error:
             raise SettingError(
                 f"{self.file.path}, line {number}: version {version!r} of fragment {fragment!r} was not made by then"
-            ) from wrong
+            ) from error
 
-    def _boundary(self, number: int, row: Row, world: _World) -> None:
-        trainee, session = self._trainee, self._trainee.session
+    def _boundary(self, number: int, row: Row, context: _ReplayContext) -> None:
+        trained, session = self._trained, self._trained.session
         if not row["steps"]:
-            return  # what waited for the first step was adopted when the session began
-        trainee.mailbox.fixed_progress = Progress(row.get("progress", 0.0), world.settings.steps)
+            return  # arrivals before the first step were adopted when the session began
+        trained.mailbox.fixed_progress = Progress(row.get("progress", 0.0), context.settings.steps)
         arrivals = [
-            trainee.arrival(p, e, self._taken(number, p, v), include_own=bool(own))
+            trained.arrival(p, e, self._version(number, p, v), include_own=bool(own))
             for p, e, v, own in row.get("adopted", ())
         ]
-        trainee.mailbox.deliver(arrivals, reset=bool(row.get("reset")))
-        calls = [world.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
+        trained.mailbox.deliver(arrivals, reset=bool(row.get("reset")))
+        calls = [context.calls[slot, attempt] for slot, attempt, _ in row.get("captured", ())]
         steps, tokens = row["steps"], row["tokens"]
         if steps > session.local_steps:
-            trainee.share = (tokens - session.tokens) / world.task.tokens_per_step
-            trainee.step(calls)
-        elif calls:  # captured once more when it left
-            trainee.mailbox.open_calls(calls)
+            trained.share = (tokens - session.tokens) / context.task.tokens_per_step
+            trained.step(calls)
+        elif calls:  # a last capture when it left
+            trained.mailbox.open_calls(calls)
             session.close("left")
         if (session.local_steps, session.tokens) != (steps, tokens):
             raise SettingError(
                 f"{self.file.path}, line {number}: {steps} steps and {tokens} tokens on the tape, "
                 f"{session.local_steps} and {session.tokens} here"
             )
-        answers = trainee.captured()
+        answers = trained.captured()
         if sorted(chunks[0].slot for chunks in answers) != sorted(call.slot for call in calls):
             raise SettingError(f"{self.file.path}, line {number}: other captures here than on the tape")
         for chunks in answers:
-            key = (*trainee.me.pair, chunks[0].slot, chunks[0].attempt)
-            if key in world.wanted:
+            key = (*trained.me.pair, chunks[0].slot, chunks[0].attempt)
+            if key in context.wanted:
                 self._answers[key] = chunks
 
 
@@ -317,12 +321,12 @@ def _task(file: JournalFile) -> TaskSettings:
         )
     try:
         return TaskSettings.from_map(file["task"])
-    except Malformed as wrong:
-        raise SettingError(f"{file.path} is no tape of this version: {wrong}") from wrong
+    except Malformed as error:
+        raise SettingError(f"{file.path} is no tape of this version: {error}") from error
 
 
-def _uses(tape: RunJournal) -> Counter[tuple[int, int]]:
-    """How often each (fragment, version) is taken by some life."""
+def _count_uses(tape: RunJournal) -> Counter[tuple[int, int]]:
+    """Number of adoptions of each (fragment, version)."""
     uses: Counter[tuple[int, int]] = Counter()
     for file in tape.learners.values():
         uses.update(enumerate(file["versions"]))
@@ -330,10 +334,10 @@ def _uses(tape: RunJournal) -> Counter[tuple[int, int]]:
     return uses
 
 
-def _merged_answers(file: JournalFile) -> set[Answered]:
-    """Every answer that some merge took."""
+def _merged_answers(file: JournalFile) -> set[AnswerKey]:
+    """Keys of all merged answers."""
     attempts: dict[int, int] = {}
-    found: set[Answered] = set()
+    found: set[AnswerKey] = set()
     for row in file.rows:
         for action in row.get("actions", ()):
             if action[0] == "call":

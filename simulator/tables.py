@@ -29,7 +29,7 @@ def outcomes(plan: GoodputPlan, found: Mapping[System, GoodputOutcome], hours: f
 
 
 def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:
-    """Goodput / uptime in percent; the paper's in brackets."""
+    """Goodput / uptime in percent, with the paper's in brackets."""
     rows: dict[tuple[System, int], list[str]] = {}
     for cell in cells:
         rows.setdefault((cell["system"], cell["learners"]), []).append(
@@ -62,28 +62,28 @@ def table_13(cells: Sequence[Mapping[str, Any]]) -> str:
     return table(["setting", "method", "sent as", "computing", "Gbit/s", "paper"], lines)
 
 
-def link(asked: LinkModel, published: Mapping[str, float], ours: Mapping[str, float]) -> str:
-    asks = f"{asked.params:.3g} parameters, {asked.step_seconds:g} s a step, {asked.sites} sites"
-    say = [
-        f"{asks}; chips compute {asked.utilization:.0%} of the time\n",
+def link(model: LinkModel, published: Mapping[str, float], ours: Mapping[str, float]) -> str:
+    setup = f"{model.params:.3g} parameters, {model.step_seconds:g} s a step, {model.sites} sites"
+    sections = [
+        f"{setup}; chips compute {model.utilization:.0%} of the time\n",
         table(["published form", "Gbit/s"], [[name, f"{gbit:.3g}"] for name, gbit in published.items()]),
         "",
         table(
-            [f"this system ({asked.codec_up} up, {asked.codec_down} down, H = {asked.sync_every})", "Gbit/s"],
+            [f"this system ({model.codec_up} up, {model.codec_down} down, H = {model.sync_every})", "Gbit/s"],
             [[name.replace("_", ", "), f"{gbit:.3g}"] for name, gbit in ours.items() if not name.startswith("bytes")],
         ),
     ]
     cycle = f"{ours['bytes_a_cycle_up']:,.0f} up, {ours['bytes_a_cycle_down']:,.0f} down"
-    return "\n".join([*say, f"a learner's bytes a cycle of {asked.sync_every} steps: {cycle}"])
+    return "\n".join([*sections, f"a learner's bytes a cycle of {model.sync_every} steps: {cycle}"])
 
 
-def run(told: Mapping[str, Any]) -> str:
-    """What a virtual run came to."""
+def run(result: Mapping[str, Any]) -> str:
+    """Figures of a virtual run."""
     rows = [
-        [name.replace("_", " "), _spelled(value)] for name, value in told.items() if name != "learners" and value != ""
+        [name.replace("_", " "), _format(value)] for name, value in result.items() if name != "learners" and value != ""
     ]
     names = ["name", "local_steps", "tokens_reported", "tokens_merged"]
-    learners = [[_spelled(row[name]) for name in names] for row in told["learners"]]
+    learners = [[_format(row[name]) for name in names] for row in result["learners"]]
     return "\n\n".join(
         [
             table(["figure", "value"], rows),
@@ -93,7 +93,7 @@ def run(told: Mapping[str, Any]) -> str:
 
 
 def verdict(found: Verdict) -> str:
-    """What a replay found, in a sentence or two."""
+    """Result of a replay, in a sentence or two."""
     same = f"the same {found.decisions} decisions and {found.merges} merges"
     ends = "" if found.complete else "; the tape ends before the run did"
     if not found.local_steps:
@@ -103,12 +103,12 @@ def verdict(found: Verdict) -> str:
     return f"{same}, {found.local_steps} inner steps trained anew, the same bits: {until}"
 
 
-def _spelled(value: object) -> str:
+def _format(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text under their heads: the first to the left, the others to the right."""
+    """Text table with headers: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
     return "\n".join(
         "  ".join(

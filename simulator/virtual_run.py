@@ -38,13 +38,13 @@ def run(
     *,
     data: Path | None = None,
     tape: Path | None = None,
-    said: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run a plan; returns its figures, and with a model its losses on held-out part B (nats per byte)."""
     check_quorum(settings, len(members_of(plan, failures, settings.seed, 0.0)))  # before a tape is started
     if plan.cost_only:
         counted = CostOnlyModel(settings, parameters=int(plan.params), tokens_a_step=task.tokens_per_step, tape=tape)
-        return _figures(cluster_of(plan, failures, settings, counted, said=said).run())
+        return _figures(cluster_of(plan, failures, settings, counted, on_progress=on_progress).run())
     torch.set_num_threads(1)
     corpus = load_corpus(data, task.sequence_length)
     trained = TrainedModel(settings, task, corpus, tape=tape)
@@ -53,7 +53,7 @@ def run(
     )  # fmt: skip
     model = Transformer(task, settings.seed)
     first = evaluate(model, windows)
-    outcome = cluster_of(plan, failures, settings, trained, tape=tape, said=said).run()
+    outcome = cluster_of(plan, failures, settings, trained, tape=tape, on_progress=on_progress).run()
     Replica(model, trained.plan).show(trained.state.public)
     return _figures(outcome) | {"val_loss_first": round(first, 6), "val_loss_last": round(evaluate(model, windows), 6)}
 
@@ -65,7 +65,7 @@ def cluster_of(
     backend: ModelBackend,
     *,
     tape: Path | None = None,
-    said: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> VirtualCluster:
     """Build the virtual cluster of `plan`. SettingError for settings that conflict."""
     step_seconds = plan.step(failures.step_seconds) * plan.slowest
@@ -78,7 +78,7 @@ def cluster_of(
         tape,
         min(MAX_BEAT_SECONDS, max(1.0, step_seconds / 2)),
         horizon,
-        said,
+        on_progress,
     )
 
 

@@ -55,15 +55,15 @@ def validation_windows(corpus: Corpus, part: str, size: str, *, sequence_length:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows_: Windows) -> float:
-    """Mean nats per byte over all of `windows_`; the model is not changed."""
+def evaluate(model: nn.Module, held_out: Windows) -> float:
+    """Mean nats per byte over all of `held_out`; the model is not changed."""
     device = next(model.parameters()).device
-    rows = max(1, BATCH_TOKENS // windows_.inputs.shape[1])
+    rows = max(1, BATCH_TOKENS // held_out.inputs.shape[1])
     total = 0.0
-    for first in range(0, len(windows_.inputs), rows):
-        inputs, targets = (part[first : first + rows].to(device) for part in (windows_.inputs, windows_.targets))
+    for first in range(0, len(held_out.inputs), rows):
+        inputs, targets = (part[first : first + rows].to(device) for part in (held_out.inputs, held_out.targets))
         total += float(loss_of(model, inputs, targets)) * len(inputs)
-    return total / len(windows_.inputs)
+    return total / len(held_out.inputs)
 
 
 log = get_logger("evaluator")
