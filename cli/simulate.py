@@ -245,11 +245,11 @@ def compare(
     for wanted in map(suite, SUITES if options["suite"] == "full" else [options["suite"]]):
         results, untrained = runner.run(
             wanted, out, data=data, seeds=seeds or wanted.seeds, jobs=jobs or os.cpu_count() or 1,
-            minutes=(ends_at - time.monotonic()) / 60, said=lambda sentence: echo(sentence, err=True),
+            minutes=(ends_at - time.monotonic()) / 60, report=lambda sentence: echo(sentence, err=True),
         )  # fmt: skip
         failed += untrained
         if any(results.missing(seeds or wanted.seeds)):
-            echo(f"{wanted.name}: {results.left(seeds or wanted.seeds)}; the same command continues", err=True)
+            echo(f"{wanted.name}: {results.remaining(seeds or wanted.seeds)}; the same command continues", err=True)
         if not results.rows:
             continue
         paths = runner.write(results, out)

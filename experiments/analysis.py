@@ -25,9 +25,9 @@ STUDENT_95 = (
 
 
 BLUE, OUTLIER = "#1f5fa8", 12.0
-"""What lies so many times as far from zero as is usual in its picture is told at the edge, so that the rest is seen."""
+"""Points this many times the median distance from zero are written at the plot's edge, to keep the others visible."""
 UNEQUAL_TOKENS = 0.02
-"""Cells whose tokens differ by more, with any seed, are not held against each other, unless that is the question."""
+"""Cells whose tokens differ by more, with any seed, are not compared, unless the contrast is about that."""
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,28 @@ class Difference:
     """95 % interval of the mean; infinite with a single seed."""
     seeds: int
     tokens: float = 0.0
-    """By how much more of its tokens were counted (trained on, or merged); of the share with the seed where it differs
-    most.
-    """
+    """Relative difference of the tokens (trained or merged), for the seed where it is largest."""
     unequal: bool = False
-    """That they differ is what is asked."""
+    """Whether unequal tokens are intended."""
     kept: float | None = None
-    """Of what the reference gains over a lone learner, the share that the cell gains as well, of the mean losses; None
-    where no such gain is shown.
+    """Share of the reference's gain over a lone learner that the cell keeps, from mean losses; None if no such gain is
+    shown.
     """
     kept_least: float | None = None
     kept_most: float | None = None
-    """The same with the seed where it is least, and most."""
+    """Its minimum and maximum over seeds."""
     line: str = ""
     at: float = 0.0
-    """Where it stands in a picture of trends (experiments/suites.py)."""
+    """Position in a trend plot (experiments/suites.py)."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; an interval that one seed does not give is null."""
+        """Plain values; the interval is null with a single seed."""
         ends = {name: end if math.isfinite(end) else None for name, end in (("low", self.low), ("high", self.high))}
         return {**vars(self), **ends, "verdict": self.verdict}
 
     @property
     def verdict(self) -> str:
-        """What the interval lets us say."""
+        """Conclusion that the interval allows."""
         if abs(self.tokens) > UNEQUAL_TOKENS and not self.unequal:
             return f"nothing: {self.tokens:+.1%} tokens"
         if self.seeds == 1:
@@ -80,7 +78,7 @@ class Difference:
 
 
 def differences(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[Difference]:
-    """Every contrast of the suite for which there are seeds, on the held-out part that it is judged on."""
+    """Every contrast of the suite that has seeds, on the suite's held-out part."""
     figure = f"val_{suite.part.lower()}"
     return [found for contrast in suite.contrasts if (found := _difference(contrast, rows, figure)) is not None]
 
@@ -106,7 +104,7 @@ def _difference(contrast: Contrast, rows: Sequence[dict[str, Any]], figure: str)
 def _kept(
     ours: Sequence[float], theirs: Sequence[float], alone: Sequence[float]
 ) -> tuple[float | None, float | None, float | None]:
-    """Share of a gain: of the means, and the least and the most of single seeds."""
+    """Share of a gain: of the means, and the minimum and maximum of single seeds."""
     gains = [a - t for a, t in zip(alone, theirs, strict=True)]
     if interval(gains)[0] <= 0:
         return None, None, None
@@ -129,13 +127,13 @@ def _by_seed(rows: Sequence[dict[str, Any]], name: str, figure: str) -> dict[int
 
 
 def markdown(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
-    """The suite's tables, as they stand in docs/results.md."""
+    """Markdown tables of the suite, as in docs/results.md."""
     hours = sum(row["core_seconds"] for row in rows) / 3600
     seeds = sorted({row["seed"] for row in rows})
     asks = suite.asks + (" Judged on part A." if suite.part == "A" else "")
     lines = [
         f"## {suite.name}: {asks}", "",
-        f"{_sizes(suite)}; {_spelled(len(seeds), 'seed')}{_so_far(suite, rows)}; {hours:.2f} core-hours.", "",
+        f"{_sizes(suite)}; {_counted(len(seeds), 'seed')}{_so_far(suite, rows)}; {hours:.2f} core-hours.", "",
         f"    diloco compare --suite {suite.name} --seeds {len(seeds)}", "",
         _row(["cell", "tokens", "merged", "part A", "part B", *(f.replace("_", " ") for f in suite.figures),
               "seeds"]),
@@ -152,12 +150,12 @@ def markdown(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *_contrasts(differences(suite, rows)), *_bests(suite, rows)]) + "\n"
 
 
-def _spelled(count: int, what: str) -> str:
+def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _so_far(suite: Suite, rows: Sequence[dict[str, Any]]) -> str:
-    """How much is missing of what the suite asks for, if anything is."""
+    """Number of finished trainings, if the suite is incomplete."""
     total, seeds = len(suite.cells) * suite.seeds, range(suite.first_seed, suite.first_seed + suite.seeds)
     done = sum(row["seed"] in seeds for row in rows)
     return "" if done >= total else f" ({done} of {total} trainings)"
@@ -168,7 +166,7 @@ def _row(columns: Sequence[str]) -> str:
 
 
 def _sizes(suite: Suite) -> str:
-    """What the cells' models and batches are, in words."""
+    """Description of the cells' models and batches."""
     tasks = [cell.task for cell in suite.cells]
     models = sorted({(t.layers, t.width) for t in tasks})
     batches = sorted({(t.batch_sequences, t.sequence_length) for t in tasks})
@@ -177,7 +175,7 @@ def _sizes(suite: Suite) -> str:
 
 
 def _figure(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Its mean over the rows that have it: seconds as they are, shares in percent."""
+    """Mean over the rows that have this figure: seconds as numbers, shares in percent."""
     found = [row[name] for row in rows if name in row]
     if not found:
         return ""
@@ -194,19 +192,19 @@ def _contrasts(found: Sequence[Difference]) -> list[str]:
     lines = ["", _row(head), "|---" * len(head) + "|"]
     for d in found:
         span = f"{d.low:+.2%} to {d.high:+.2%}" if math.isfinite(d.high) else "one seed"
-        kept = [_told_kept(d)] if keeps else []
+        kept = [_format_kept(d)] if keeps else []
         lines.append(
             _row([d.cell, d.against, f"{d.mean:+.2%}", span, str(d.seeds), f"{d.tokens:+.1%}", d.verdict, *kept])
         )
     return lines
 
 
-def _told_kept(d: Difference) -> str:
+def _format_kept(d: Difference) -> str:
     return "" if d.kept is None else f"{d.kept:.0%} ({d.kept_least:.0%} to {d.kept_most:.0%})"
 
 
 def _bests(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each group of a search its best cell over the seeds that all have, and whether a better one may lie beyond."""
+    """Best cell of each search group over their common seeds, and whether it is at the edge of the grid."""
     lines = ["", _row(["best", "part " + suite.part, "where", "seeds"]), "|---|---|---|---|"] if suite.groups else []
     for group in suite.groups:
         losses = {name: _by_seed(rows, name, f"val_{suite.part.lower()}") for name in group}
@@ -220,7 +218,7 @@ def _bests(suite: Suite, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def draw(suite: Suite, rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Every contrast as its mean and interval, and the bound that was asked; or as lines, for a trend."""
+    """Plot every contrast as its mean, interval and bound; or as lines, for a trend."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the picture needs it
 
     found = differences(suite, rows)
@@ -236,7 +234,7 @@ def draw(suite: Suite, rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _half(d: Difference) -> float:
-    """Half of its interval in percent; none of one seed."""
+    """Half width of its interval in percent; 0 with one seed."""
     return 100 * (d.high - d.mean) if math.isfinite(d.high) else 0.0
 
 
@@ -269,8 +267,8 @@ def _draw_trends(axes: Axes, found: Sequence[Difference], suite: Suite) -> None:
     lines, colors = list(dict.fromkeys(d.line for d in found)), dict[str, str]()
     for number, line in enumerate(lines):
         points = sorted((d for d in found if d.line == line), key=lambda d: d.at)
-        aside = 1.03 ** (number - (len(lines) - 1) / 2)  # so that intervals do not hide one another
-        of = line.rpartition(" for ")[2]  # who stands beside the line M = 2 has its colour
+        aside = 1.03 ** (number - (len(lines) - 1) / 2)  # so that intervals do not overlap
+        of = line.rpartition(" for ")[2]  # lines for the same M share a colour
         color = colors.setdefault(of, f"C{len(colors)}")
         axes.errorbar([d.at * aside for d in points], [100 * d.mean for d in points], yerr=[*map(_half, points)],
                       fmt="o-" if of == line else "s:", capsize=3, color=color, label=line)  # fmt: skip

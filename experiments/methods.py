@@ -25,7 +25,7 @@ from ..learner.task.evaluator import evaluate, validation_windows
 from ..learner.task.loop import inner_step, make_optimizer, schedule
 from ..learner.task.text import Batches, Corpus, batches
 from ..learner.task.transformer import Transformer
-from ..simulator.ablation import USUAL, Ablation
+from ..simulator.ablation import UNCHANGED, Ablation
 from ..simulator.cost_only import CostOnlyModel
 from ..simulator.real_training import TrainedModel, version_zero
 from ..simulator.settings import ClusterPlan, FailureModel
@@ -35,24 +35,24 @@ from ..syncer.aggregate import token_weight
 
 Method = Literal["data-parallel", "lone", "synchronous", "decoupled"]
 METHODS: tuple[Method, ...] = get_args(Method)
-"""data-parallel: one model on the batches of all learners at once. lone: one learner by itself. synchronous: all wait
-for one another every H steps (DiLoCo; with H = 1 averaging at every step). decoupled: a virtual run."""
+"""data-parallel: one model on the batches of all learners. lone: a single learner. synchronous: all learners merge
+every H steps (DiLoCo; with H = 1, averaging at every step). decoupled: a virtual run."""
 REVISION = 3
-"""Of what is trained by a cell: to be raised when a method changes, so that older results do not count."""
+"""Revision of the methods: raise it when a method changes, so that older results are ignored."""
 LEAD_STEPS = 3
-"""Inner steps that learners of a virtual run take beyond its T: until the first round opens, and while the last ones
-are drained. T is so much shorter than the steps of the other methods."""
+"""Inner steps that learners of a virtual run take beyond its T: before the first round opens, and while the last rounds
+drain. T is shorter by this than the steps of the other methods."""
 USES: Mapping[Method, Collection[str]] = {
     "data-parallel": {"warm_steps", "warm_lr", "late", "late_seconds", "step_seconds"},
     "lone": {"warm_steps", "warm_lr"},
     "synchronous": {"warm_steps", "warm_lr", "merge", "outer_lr_end", "momentum_warmup", "sync_every_end"},
     "decoupled": {f.name for kind in (Ablation, ClusterPlan, FailureModel) for f in fields(kind)} - {"sync_every_end"},
 }
-"""What of a cell's variant, cluster and failures has an effect on each method; anything else is an error."""
-NEARLY = 0.002
-"""Share by which tokens may differ where they are made equal."""
-LONGEST_STRETCH = 32
-"""So many times as long a run is made at most."""
+"""Fields of a cell's variant, cluster and failures that affect each method; any other is an error."""
+TOKEN_TOLERANCE = 0.002
+"""Relative tolerance of equal tokens."""
+MAX_STRETCH = 32
+"""Maximum factor by which a run is lengthened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +60,28 @@ class Cell:
     """One training run of a comparison; with a seed it is a function of these fields."""
 
     name: str
-    """As it stands in tables."""
+    """Name in tables."""
     method: Method
     learners: int = 2
     """M."""
     steps: int = 240
-    """T, in steps of each learner; a lone one takes all of them alone."""
+    """T, in steps of each learner; a lone learner takes all of them."""
     task: TaskSettings = field(default_factory=TaskSettings)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of RunSettings."""
+    """Overrides of RunSettings."""
     cluster: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of ClusterPlan."""
+    """Overrides of ClusterPlan."""
     failures: Mapping[str, Any] = field(default_factory=dict)
-    """Changes of FailureModel."""
-    variant: Ablation = USUAL
-    """What is tried that is no setting of a run."""
+    """Overrides of FailureModel."""
+    variant: Ablation = UNCHANGED
+    """Ablation; not a setting of a run."""
     equal_tokens: bool = False
-    """The run is made as much longer as it takes until as many tokens are merged as in `steps` without any failure."""
+    """Lengthen the run until it merges as many tokens as `steps` would without failures."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SettingError(f"no method is named {self.method!r}; there are {', '.join(METHODS)}")
-        tried = {name for name, value in vars(self.variant).items() if value != getattr(USUAL, name)}
+        tried = {name for name, value in vars(self.variant).items() if value != getattr(UNCHANGED, name)}
         idle = sorted((tried | self.cluster.keys() | self.failures.keys()) - set(USES[self.method]))
         idle += ["equal_tokens"] * (self.equal_tokens and self.method != "decoupled")
         idle += ["keeps"] * (self.variant.keeps and self.settings.get("adopt") != "rebase")
@@ -92,7 +92,7 @@ class Cell:
 
     @property
     def identity(self) -> str:
-        """16 hex digits that stand for all that this cell is made of, defaults included."""
+        """Hash of all fields of this cell, defaults included: 16 hex digits."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         made = {
             "settings": self.run_settings(0), "task": self.task, "variant": self.variant,
@@ -110,45 +110,45 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What one cell came to with one seed."""
+    """Result of one cell with one seed."""
 
     val_a: float
     """Nats per byte on held-out part A, for choosing settings."""
     val_b: float
     """The same on part B, for reporting."""
     tokens: int
-    """Trained on by all learners together."""
+    """Tokens trained on by all learners together."""
     tokens_merged: int
-    """Of them, those whose work went into the model."""
+    """Those of them that were merged into the model."""
     figures: Mapping[str, Any]
-    """Of a decoupled run: uptime, participation and the like."""
+    """Further figures of a decoupled run: uptime, participation, and others."""
 
 
 def train(cell: Cell, seed: int, corpus: Corpus) -> Result:
-    """Run one cell. SettingError where its settings cannot be, Diverged where no number comes out."""
+    """Train one cell. SettingError if its settings conflict, Diverged if its loss is not finite."""
     torch.set_num_threads(1)
     kinds = {"data-parallel": _data_parallel, "lone": _lone, "synchronous": _synchronous, "decoupled": _decoupled}
-    trial = kinds[cell.method](cell, seed, corpus, begun(cell, seed, corpus))
-    a, b = (_judge(trial.model, corpus, part, cell.task, seed) for part in ("A", "B"))
+    trial = kinds[cell.method](cell, seed, corpus, initial_model(cell, seed, corpus))
+    a, b = (_evaluate(trial.model, corpus, part, cell.task, seed) for part in ("A", "B"))
     if not math.isfinite(a + b):
         raise Diverged(f"{cell.name}, seed {seed}: the model's loss is not finite; lower the inner learning rate")
     merged = int(trial.figures.get("tokens_merged", trial.tokens))
     return Result(round(a, 6), round(b, 6), trial.tokens, merged, trial.figures)
 
 
-def begun(cell: Cell, seed: int, corpus: Corpus) -> Transformer:
-    """The model that every method begins with: what the seed makes, or what a lone learner has made of that."""
+def initial_model(cell: Cell, seed: int, corpus: Corpus) -> Transformer:
+    """Initial model of every method: determined by the seed, optionally trained by a lone learner (warm_steps)."""
     model, task = Transformer(cell.task, seed), cell.task
     optimizer = make_optimizer(model)
-    drawn_from = batches(
+    data = batches(
         corpus.train, task.batch_sequences, task.sequence_length, seed=seed, name="before", incarnation=1
     )  # fmt: skip
     for step in range(cell.variant.warm_steps):
-        inner_step(model, optimizer, *next(drawn_from), cell.variant.warm_lr * schedule(0.0, step))
+        inner_step(model, optimizer, *next(data), cell.variant.warm_lr * schedule(0.0, step))
     return model
 
 
-def _judge(model: nn.Module, corpus: Corpus, part: str, task: TaskSettings, seed: int) -> float:
+def _evaluate(model: nn.Module, corpus: Corpus, part: str, task: TaskSettings, seed: int) -> float:
     windows = validation_windows(corpus, part, "full", sequence_length=task.sequence_length, seed=seed)
     return evaluate(model, windows)
 
@@ -175,12 +175,12 @@ class Trial:
 
 
 def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
-    """The gradient of all batches at every step. Learners that come late make the batch larger from then on."""
+    """Train on the batches of all learners at every step. Late learners enlarge the batch from when they join."""
     plan = cell.cluster_plan()
-    optimizer, drawn_from, tokens = make_optimizer(model), streams(cell, seed, corpus, plan.learners + plan.late), 0
+    optimizer, data, tokens = make_optimizer(model), streams(cell, seed, corpus, plan.learners + plan.late), 0
     for step in range(cell.steps):
-        there = plan.learners + (plan.late if step * plan.step(0.0) >= plan.late_seconds else 0)
-        drawn = [next(stream) for stream in drawn_from[:there]]
+        present = plan.learners + (plan.late if step * plan.step(0.0) >= plan.late_seconds else 0)
+        drawn = [next(stream) for stream in data[:present]]
         inputs, targets = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
         inner_step(model, optimizer, inputs, targets, rate)
@@ -194,7 +194,7 @@ def _lone(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
 
 
 def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
-    """H steps each, then everybody's whole model is merged and everybody goes on from the result; nothing overlaps."""
+    """All learners take H steps, then merge their whole models and continue from the result; nothing overlaps."""
     variant, settings = cell.variant, replace(cell.run_settings(seed), fragments=1, overlap=1)
     state, plan = version_zero(settings, cell.task, variant.merge, model)
     (fragment,) = plan.fragments
@@ -202,10 +202,10 @@ def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> T
     replicas, optimizers = [Replica(each, plan) for each in models], [make_optimizer(each) for each in models]
     for replica in replicas:
         replica.overwrite(fragment, state.public[0])
-    drawn_from, since = streams(cell, seed, corpus, cell.learners), 0
+    data, since = streams(cell, seed, corpus, cell.learners), 0
     for step in range(cell.steps):
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
-        for each, optimizer, stream in zip(models, optimizers, drawn_from, strict=True):
+        for each, optimizer, stream in zip(models, optimizers, data, strict=True):
             inner_step(each, optimizer, *next(stream), rate)
         since += 1
         fraction = (step + 1) / cell.steps
@@ -246,29 +246,29 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Tri
 def steps_for_equal_tokens(
     plan: ClusterPlan, failures: FailureModel, settings: RunSettings, task: TaskSettings
 ) -> int:  # fmt: skip
-    """T with which this cluster merges as many tokens as `settings.steps` bring where nothing fails and all are alike.
+    """T with which this cluster merges as many tokens as `settings.steps` would without failures and stragglers.
 
-    Found by runs that only count: what fails is a function of the seed, and not of what is trained. SettingError if no
-    run of bearable length does.
+    Found by cost-only runs: failures depend on the seed and not on the training. SettingError if the run would be too
+    long.
     """
     _, cut = version_zero(settings, task)
 
     def merged(plan: ClusterPlan, failures: FailureModel, steps: int) -> int:
-        asked = replace(settings, steps=steps)
+        chosen = replace(settings, steps=steps)
         counted = CostOnlyModel(
-            asked, parameters=cut.parameters, tokens_a_step=task.tokens_per_step, fragments=cut.P
+            chosen, parameters=cut.parameters, tokens_a_step=task.tokens_per_step, fragments=cut.P
         )  # fmt: skip
-        return int(cluster_of(plan, failures, asked, counted).run().figures["tokens_merged"])
+        return int(cluster_of(plan, failures, chosen, counted).run().figures["tokens_merged"])
 
     wanted = merged(ClusterPlan(learners=plan.learners), FailureModel(), settings.steps)
     below, above = 0, settings.steps
-    while merged(plan, failures, above) < wanted * (1 - NEARLY):
+    while merged(plan, failures, above) < wanted * (1 - TOKEN_TOLERANCE):
         below, above = above, 2 * above
-        if above > LONGEST_STRETCH * settings.steps:
+        if above > MAX_STRETCH * settings.steps:
             raise SettingError(f"even {below} steps do not merge as many tokens as {settings.steps} without failures")
     while above - below > 1:
         middle = (below + above) // 2
-        if merged(plan, failures, middle) < wanted * (1 - NEARLY):
+        if merged(plan, failures, middle) < wanted * (1 - TOKEN_TOLERANCE):
             below = middle
         else:
             above = middle

@@ -37,59 +37,59 @@ COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "tokens_merged", 
 
 
 class Results:
-    """The file of one suite's results."""
+    """Results file of one suite."""
 
     def __init__(self, folder: Path, suite: Suite, text: str) -> None:
-        """text: sha256 of what is trained on. SettingError if the folder cannot be used, or holds something else."""
+        """text: sha256 of the training text. SettingError if the folder cannot be used or holds other data."""
         self.path, self.suite, self._text = folder / f"{suite.name}.jsonl", suite, text
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.rows = self._read()
-            """Of this suite and text as they are now; what was trained with other settings does not count."""
-        except (OSError, UnicodeDecodeError) as wrong:
-            raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
+            """Results of this suite and text; results of other settings are ignored."""
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"{self.path} cannot be used: {_reason(error)}; name another --out") from error
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While nobody else writes to the file. SettingError if somebody does, or it cannot be written."""
+    def exclusive(self) -> Iterator[None]:
+        """Lock the file for writing. SettingError if another process holds it, or it cannot be written."""
         try:
             file = self.path.open("ab")
-        except OSError as wrong:
-            raise SettingError(f"{self.path} cannot be used: {_why(wrong)}; name another --out") from wrong
+        except OSError as error:
+            raise SettingError(f"{self.path} cannot be used: {_reason(error)}; name another --out") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as wrong:
+            except BlockingIOError as error:
                 raise SettingError(
                     f"{self.path} is being written by another comparison; wait for it, or name another --out"
-                ) from wrong
+                ) from error
             self.rows = self._read()
             whole = self.path.read_bytes().rfind(b"\n") + 1
             os.truncate(self.path, whole)
             yield
 
     def missing(self, seeds: int) -> Iterator[tuple[Cell, int]]:
-        """What is to be trained still, seed by seed."""
+        """Cells and seeds still to be trained, seed by seed."""
         done = {(row["cell"], row["seed"]) for row in self.rows}
         for seed in self._seeds(seeds):
             for cell in self.suite.cells:
                 if (cell.identity, seed) not in done:
                     yield cell, seed
 
-    def left(self, seeds: int) -> str:
-        """How many trainings are missing, and of how many."""
+    def remaining(self, seeds: int) -> str:
+        """Number of trainings that are missing, and their total."""
         return f"{sum(1 for _ in self.missing(seeds))} of {len(self.suite.cells) * seeds} left"
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep a result. DilocoError if it cannot be written; then it is not among the rows, either."""
+        """Append a result. DilocoError if it cannot be written; then it is not added to the rows."""
         row = {**row, "text": self._text}
         line = (json.dumps(row) + "\n").encode()
         try:
             with self.path.open("ab", buffering=0) as file:
-                if file.write(line) != len(line):  # half of it would be taken away at the next start
+                if file.write(line) != len(line):  # the next start would cut off a partial line
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as wrong:
-            raise DilocoError(f"{self.path} cannot be written: {_why(wrong)}") from wrong
+        except OSError as error:
+            raise DilocoError(f"{self.path} cannot be written: {_reason(error)}") from error
         self.rows.append(row)
 
     def _seeds(self, count: int) -> range:
@@ -101,11 +101,11 @@ class Results:
         found: dict[tuple[str, int], dict[str, Any]] = {}
         for row in rows:
             if row["cell"] in known and row["text"] == self._text and row["seed"] >= first:
-                found.setdefault((row["cell"], row["seed"]), row)  # one each, if files were joined
+                found.setdefault((row["cell"], row["seed"]), row)  # one each, in case files were concatenated
         return list(found.values())
 
     def _whole_lines(self) -> list[str]:
-        """What stands in the file, but for half a line, which one who was killed left at the end."""
+        """Complete lines of the file, without a partial last line that a killed process left."""
         if not self.path.exists():
             return []
         if not self.path.is_file():
@@ -120,18 +120,18 @@ class Results:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as wrong:
-                raise self._foreign(number) from wrong
-            if not isinstance(row, dict) or not row.keys() >= COLUMNS or not _sound(row):
-                raise self._foreign(number)
+            except (ValueError, RecursionError) as error:
+                raise self._invalid_line(number) from error
+            if not isinstance(row, dict) or not row.keys() >= COLUMNS or not _is_valid(row):
+                raise self._invalid_line(number)
             yield row
 
-    def _foreign(self, line: int) -> SettingError:
+    def _invalid_line(self, line: int) -> SettingError:
         return SettingError(f"{self.path}, line {line}: no result of a comparison; name another --out")
 
 
-def _sound(row: dict[str, Any]) -> bool:
-    """Its columns are what a comparison writes: text, whole numbers, and positive finite losses."""
+def _is_valid(row: dict[str, Any]) -> bool:
+    """Whether its columns have valid values: text, whole numbers, and positive finite losses."""
     texts = all(isinstance(row[name], str) for name in ("cell", "name", "text"))
     whole = all(type(row[name]) is int and row[name] >= 0 for name in ("seed", "tokens", "tokens_merged"))
     real = all(
@@ -140,8 +140,8 @@ def _sound(row: dict[str, Any]) -> bool:
     return texts and whole and real and row["tokens"] > 0 and min(row["val_a"], row["val_b"]) > 0
 
 
-def _why(wrong: OSError | UnicodeDecodeError) -> str:
-    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else "it is no text"
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is no text"
 
 
 def run(
@@ -152,10 +152,10 @@ def run(
     seeds: int,
     jobs: int,
     minutes: float,
-    said: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[Results, list[str]]:
-    """Train what is missing of the suite, `jobs` at a time, for `minutes` at most; what is begun is finished, also
-    after a first Ctrl-C. Gives the results, and which cells could not be trained.
+    """Train the missing cells of the suite, `jobs` at a time, starting none after `minutes`. Running trainings finish,
+    also after a first Ctrl-C. Returns the results, and the cells that could not be trained.
     """
     ends_at = time.monotonic() + 60 * minutes
     corpus = load_corpus(data, max(cell.task.sequence_length for cell in suite.cells))
@@ -170,47 +170,47 @@ def run(
         what = f"{cell.name}, seed {seed}"
         try:
             row = done.result()
-        except BrokenProcessPool as wrong:
-            raise DilocoError(f"a process that trained {cell.name} was killed; is there memory for it?") from wrong
-        except DilocoError as wrong:  # another cell may well be trained
-            said(f"{what}: {wrong}")
+        except BrokenProcessPool as error:
+            raise DilocoError(f"a process that trained {cell.name} was killed; is there memory for it?") from error
+        except DilocoError as error:  # other cells may still succeed
+            report(f"{what}: {error}")
             failed.append(what)
             return
         results.add(row)
-        said(f"{what}: {row[f'val_{suite.part.lower()}']:.4f} nats per byte ({results.left(seeds)})")
+        report(f"{what}: {row[f'val_{suite.part.lower()}']:.4f} nats per byte ({results.remaining(seeds)})")
 
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_own_threads)
-    with results.alone(), pool:
-        waits = list(results.missing(seeds))
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_init_worker)
+    with results.exclusive(), pool:
+        pending = list(results.missing(seeds))
         try:
-            while waits or running:
-                while waits and len(running) < jobs and time.monotonic() < ends_at:
-                    cell, seed = waits.pop(0)
-                    running[pool.submit(_one, cell, seed, data)] = (cell, seed)
+            while pending or running:
+                while pending and len(running) < jobs and time.monotonic() < ends_at:
+                    cell, seed = pending.pop(0)
+                    running[pool.submit(_train_one, cell, seed, data)] = (cell, seed)
                 if not running:
                     break
                 collect()
         except KeyboardInterrupt:
-            said("what is being trained is finished and kept; Ctrl-C once more drops it")
+            report("what is being trained is finished and kept; Ctrl-C once more drops it")
             try:
                 while running:
                     collect()
             except KeyboardInterrupt:
-                _drop(pool)
+                _terminate(pool)
             raise
         except BaseException:
-            _drop(pool)  # what cannot be kept need not be finished
+            _terminate(pool)  # results that cannot be stored need not be finished
             raise
     return results, failed
 
 
-def _drop(pool: ProcessPoolExecutor) -> None:
-    for process in pool._processes.values():  # noqa: SLF001 nothing public ends them
+def _terminate(pool: ProcessPoolExecutor) -> None:
+    for process in pool._processes.values():  # noqa: SLF001 no public method terminates them
         process.terminate()
 
 
-def _own_threads() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who broke off speaks to the parent
+def _init_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     protect()
@@ -218,14 +218,14 @@ def _own_threads() -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's process waits for work for ever, also from a parent that was killed."""
+    """Exit with the parent: otherwise a worker of a killed parent would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
+def _train_one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
     began, cpu = time.perf_counter(), time.process_time()
     result = train(cell, seed, load_corpus(data, cell.task.sequence_length))
     return {
@@ -235,30 +235,30 @@ def _one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# --- what is left behind ---------------------------------------------------------------------------------------------
+# --- output files ---------------------------------------------------------------------------------------------
 def write(results: Results, folder: Path) -> list[Path]:
-    """SUITE.csv, SUITE.md and SUITE.png; a suite without contrasts has no picture."""
+    """Write SUITE.csv, SUITE.md and SUITE.png; a suite without contrasts has no plot."""
     name = results.suite.name
     table, page, picture = (folder / f"{name}.{kind}" for kind in ("csv", "md", "png"))
     cells = {cell.identity: cell for cell in results.suite.cells}
-    told = [{**_told_cell(cells[row["cell"]]), **row} for row in results.rows]
-    columns = list(dict.fromkeys(key for row in told for key in row))
+    records = [{**_cell_columns(cells[row["cell"]]), **row} for row in results.rows]
+    columns = list(dict.fromkeys(key for row in records for key in row))
     try:
         with table.open("w", newline="") as file:
             rows = csv.DictWriter(file, columns)
             rows.writeheader()
-            rows.writerows(sorted(told, key=lambda r: (r["name"], r["seed"])))
+            rows.writerows(sorted(records, key=lambda r: (r["name"], r["seed"])))
         page.write_text(markdown(results.suite, results.rows))
         if not differences(results.suite, results.rows):
-            picture.unlink(missing_ok=True)  # of other results
+            picture.unlink(missing_ok=True)  # from earlier results
             return [table, page]
         draw(results.suite, results.rows, picture)
-    except OSError as wrong:
-        raise DilocoError(f"{folder} cannot be written: {_why(wrong)}") from wrong
+    except OSError as error:
+        raise DilocoError(f"{folder} cannot be written: {_reason(error)}") from error
     return [table, page, picture]
 
 
-def _told_cell(cell: Cell) -> dict[str, Any]:
+def _cell_columns(cell: Cell) -> dict[str, Any]:
     settings = cell.run_settings(0)
     return {
         "name": cell.name, "method": cell.method, "M": cell.learners, "T": cell.steps, "H": settings.sync_every,

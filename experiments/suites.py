@@ -16,12 +16,12 @@ from .methods import Cell
 SMALL = TaskSettings(layers=1, width=32, sequence_length=64, batch_sequences=8)
 """The model of the suites, 43,200 parameters: small enough for many runs on two cores."""
 TOKEN_SECONDS = 8e-6
-"""Of one core, for a token at this size: a forward and a backward pass, and all around it."""
+"""Seconds of one core per token at this size, overhead included."""
 T, H = 480, 24
 MEAN = Ablation(merge="mean")
 EXACT: Mapping[str, Any] = {"codec_up": "f32", "codec_down": "f32"}
 PUBLISHED: Mapping[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
-"""DiLoCo's outer step in its paper."""
+"""Outer step of the DiLoCo paper."""
 INNER_LR: Mapping[str, Mapping[int, float]] = {
     "data-parallel": {2: 24e-3, 4: 48e-3, 8: 48e-3},
     "lone, its share": {1: 24e-3},
@@ -32,57 +32,57 @@ INNER_LR: Mapping[str, Mapping[int, float]] = {
     "Streaming DiLoCo": {2: 24e-3, 4: 24e-3, 8: 24e-3},
     "Decoupled": {2: 12e-3, 4: 24e-3, 8: 24e-3},
 }
-"""Method -> M -> its own best inner learning rate at SMALL's size and T steps, by suite `inner-lr`."""
+"""Method -> M -> its best inner learning rate at SMALL's size and T steps, from suite `inner-lr`."""
 
 Equal = Literal["trained", "merged", "neither"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """One claim: `cell` against `against`, whose loss it may exceed by `within` at most (a share), if that is asked."""
+    """One claim: the loss of `cell` relative to `against`, optionally with an upper bound `within` (a share)."""
 
     cell: str
     against: str
     within: float | None = None
     equal: Equal = "trained"
-    """Which tokens are to be as many in both; neither: that they differ is what is asked."""
+    """Which tokens must be equal in both; neither: unequal tokens are intended."""
     alone: str = ""
-    """A lone learner's cell: how much of what `against` gains over it does `cell` keep?"""
+    """Cell of a lone learner: what share of the gain of `against` over it does `cell` keep?"""
     line: str = ""
-    """In a picture of trends: the line that this contrast belongs to."""
+    """Line of this contrast in a trend plot."""
     at: float = 0.0
-    """Where on that line it stands."""
+    """Position on that line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     name: str
     asks: str
-    """In a sentence."""
+    """The question it answers, in a sentence."""
     cells: tuple[Cell, ...]
     contrasts: tuple[Contrast, ...] = ()
     seeds: int = 8
     first_seed: int = 0
-    """A suite that asks again what another could not show takes seeds of its own."""
+    """A suite that repeats the question of another one uses its own seeds."""
     part: Literal["A", "B"] = "B"
-    """The held-out part that it is judged on: A where it is there to choose settings."""
+    """Held-out part of its evaluation: A if the suite chooses settings."""
     figures: tuple[str, ...] = ()
-    """Further columns of its table."""
+    """Additional table columns."""
     along: str = ""
-    """What the lines of a picture of trends go along."""
+    """x-axis label of a trend plot; empty = no trend plot."""
     groups: Sequence[tuple[str, ...]] = field(default=())
-    """Of a search: the cells of which the best one is wanted, in the order of what varies."""
+    """For a search: groups of cells to find the best of, in the order of the varied value."""
 
     @property
     def core_hours(self) -> float:
-        """About how long it takes on one core, with all its seeds."""
+        """Approximate time on one core, with all its seeds."""
         steps = (cell.steps * (1 if cell.method == "lone" else cell.learners) for cell in self.cells)
         tokens = (cell.task.tokens_per_step * count for cell, count in zip(self.cells, steps, strict=True))
         return self.seeds * sum(tokens) * TOKEN_SECONDS / 3600
 
     def __post_init__(self) -> None:
         names = [cell.name for cell in self.cells]
-        assert len(set(names)) == len(names), names  # noqa: S101 a slip in this file
+        assert len(set(names)) == len(names), names  # noqa: S101 a mistake in this file
         assert {n for c in self.contrasts for n in (c.cell, c.against, c.alone) if n} <= set(names)  # noqa: S101
         assert {name for group in self.groups for name in group} <= set(names)  # noqa: S101
 
@@ -90,9 +90,9 @@ class Suite:
 def methods(
     task: TaskSettings, learners: int, steps: int, rates: Mapping[str, Mapping[int, float]] = INNER_LR
 ) -> dict[str, Cell]:
-    """The same tokens by every method (a lone learner's share apart), H = 24, each at its inner learning rate in
-    `rates`, of the methods that stand there. Ancestors merge by the plain mean and in f32, and Streaming DiLoCo blends.
-    All take the outer step that is best in runs of this length (lr 1, no momentum), and DiLoCo its published one, too.
+    """Cells of the methods in `rates`, each at its inner learning rate there, with H = 24 and equal tokens (except a
+    lone learner's share). Ancestors merge by the plain mean in f32, and Streaming DiLoCo blends. All use the best outer
+    step for runs of this length (lr 1, no momentum); DiLoCo also its published one.
     """
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=task)
     diloco = replace(base, method="synchronous", variant=MEAN, settings={**EXACT, "sync_every": H})
@@ -121,7 +121,7 @@ def methods(
 def searched(
     name: str, asks: str, cells: Iterable[Cell], *, seeds: int, rates: Sequence[float]
 ) -> Suite:  # fmt: skip
-    """Each cell at `rates` and at its own inner learning rate and the neighbours of that."""
+    """Search suite: each cell at `rates`, and at half, one and two times its own inner learning rate."""
     groups: dict[str, dict[str, Cell]] = {}
     for cell in cells:
         own = cell.task.inner_lr
@@ -139,7 +139,7 @@ def varied(
     name: str, asks: str, rows: Mapping[str, Mapping[str, Any]], against: str, within: Mapping[str, float],
     *, learners: int = 4, steps: int = T, seeds: int = 8, **more: Any,
 ) -> Suite:  # fmt: skip
-    """Decoupled runs that differ in the fields of `rows`, each held against the row `against`."""
+    """Suite of decoupled runs that differ in the fields of `rows`, each compared with the row `against`."""
     base = Cell(name="", method="decoupled", learners=learners, steps=steps, task=SMALL)
     made = (replace(base, name=row, **fields) for row, fields in rows.items())
     rates = INNER_LR["Decoupled"]

@@ -55,4 +55,4 @@ class Ablation:
         return round(settings.sync_every + (end - settings.sync_every) * fraction)
 
 
-USUAL = Ablation()
+UNCHANGED = Ablation()

@@ -22,7 +22,7 @@ from ..syncer.publish import book_merge, merge_answers
 from ..syncer.round_events import Merge
 from ..syncer.rounds import Rounds
 from ..syncer.run_state import Served
-from .ablation import USUAL, Ablation
+from .ablation import UNCHANGED, Ablation
 from .backend import EPOCH, MERGE_SECONDS, SentAnswer
 from .virtual_learner import VirtualLearner
 
@@ -37,13 +37,13 @@ class TrainedModel:
         corpus: Corpus,
         *,
         tape: Path | None = None,
-        variant: Ablation = USUAL,
+        variant: Ablation = UNCHANGED,
         model: Transformer | None = None,
     ) -> None:
         """model: the initial model; None = from the seed. A tape records neither a given model nor a variant, so
         either of them together with a tape is a SettingError.
         """
-        if tape is not None and (model is not None or variant != USUAL):
+        if tape is not None and (model is not None or variant != UNCHANGED):
             raise SettingError(
                 "a run with a variant or a given initial model cannot have a tape: its replay would differ"
             )

@@ -20,7 +20,7 @@ from decoupled_diloco.common.config import RunSettings, TaskSettings
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.experiments.analysis import differences, interval, markdown
 from decoupled_diloco.experiments.catalogue import SUITES, suite
-from decoupled_diloco.experiments.methods import METHODS, Cell, begun, streams, train
+from decoupled_diloco.experiments.methods import METHODS, Cell, initial_model, streams, train
 from decoupled_diloco.experiments.runner import Results, run, write
 from decoupled_diloco.experiments.suites import Contrast, Equal, H, Suite
 from decoupled_diloco.learner.public_model import PublicFragment
@@ -171,7 +171,7 @@ def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_goes_on_b
     path = tmp_path / "pair.jsonl"
     path.write_bytes(path.read_bytes() + b'{"cell": "x')
     again = Results(tmp_path, PAIR, "text")
-    with again.alone():
+    with again.exclusive():
         again.add(row(THEIRS, 0, 2.0))
     assert [r["name"] for r in Results(tmp_path, PAIR, "text").rows] == ["ours", "theirs"]
 
@@ -186,8 +186,8 @@ def test_a_suite_that_asks_again_takes_seeds_of_its_own(tmp_path: Path) -> None:
 
 
 def test_two_comparisons_do_not_write_to_one_file(tmp_path: Path) -> None:
-    with Results(tmp_path, PAIR, "text").alone(), pytest.raises(SettingError, match="by another comparison; wait"):
-        run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, said=lambda _: None)
+    with Results(tmp_path, PAIR, "text").exclusive(), pytest.raises(SettingError, match="by another comparison; wait"):
+        run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
     assert (tmp_path / "pair.jsonl").read_bytes() == b""
 
 
@@ -208,7 +208,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({size} + 40, {size} + 40))
 said = []
 try:
-    runner.run(suite, Path({str(tmp_path)!r}), data=None, seeds=1, jobs=1, minutes=math.inf, said=said.append)
+    runner.run(suite, Path({str(tmp_path)!r}), data=None, seeds=1, jobs=1, minutes=math.inf, report=said.append)
 except DilocoError as wrong:
     print(wrong, said)
 """
@@ -222,7 +222,7 @@ def test_a_foreign_file_is_not_touched(tmp_path: Path) -> None:
     for content in (b"a note without an end", b"{}\nanother", b'{"whose": 1}\n{"cut'):
         (tmp_path / "pair.jsonl").write_bytes(content)
         with pytest.raises(SettingError, match="no result of a comparison; name another --out"):
-            run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, said=lambda _: None)
+            run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
         assert (tmp_path / "pair.jsonl").read_bytes() == content
 
 
@@ -355,7 +355,7 @@ def test_learners_that_come_late_shorten_a_run_of_as_many_tokens_and_make_batche
 def test_a_warm_start_is_a_lone_learner_s_model_and_all_methods_have_the_same() -> None:
     corpus, warm = load_corpus(None, TASK.sequence_length), Ablation(warm_steps=5, warm_lr=1e-3)
     faster = replace(THEIRS, variant=warm, task=replace(TASK, inner_lr=0.1))
-    cold, ours, theirs = (begun(c, 0, corpus).state_dict() for c in (OURS, replace(OURS, variant=warm), faster))
+    cold, ours, theirs = (initial_model(c, 0, corpus).state_dict() for c in (OURS, replace(OURS, variant=warm), faster))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not all(torch.equal(ours[name], cold[name]) for name in ours)
 
@@ -416,7 +416,7 @@ def test_a_cell_that_cannot_be_trained_does_not_keep_the_others_from_it(tmp_path
     diverges = replace(THEIRS, name="diverges", task=replace(TASK, inner_lr=1e30))
     all_three = replace(PAIR, cells=(impossible, diverges, THEIRS), contrasts=())
     said: list[str] = []
-    results, failed = run(all_three, tmp_path, data=None, seeds=1, jobs=2, minutes=math.inf, said=said.append)
+    results, failed = run(all_three, tmp_path, data=None, seeds=1, jobs=2, minutes=math.inf, report=said.append)
     assert failed == ["impossible, seed 0", "diverges, seed 0"]
     assert [r["name"] for r in results.rows] == ["theirs"]
     assert len(said) == 3
@@ -426,7 +426,7 @@ def test_a_cell_that_cannot_be_trained_does_not_keep_the_others_from_it(tmp_path
 def test_a_text_that_is_too_small_to_hold_anything_out_judges_nobody(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text("all that there is, " * 9)
     with pytest.raises(SettingError, match="too small to hold anything out"):
-        run(PAIR, tmp_path, data=tmp_path / "small.txt", seeds=1, jobs=1, minutes=math.inf, said=lambda _: None)
+        run(PAIR, tmp_path, data=tmp_path / "small.txt", seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
 
 
 def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
