@@ -31,12 +31,12 @@ from decoupled_diloco.simulator.network_path import NetworkPath
 from decoupled_diloco.simulator.virtual_cluster import RunOutcome, VirtualCluster
 
 LATENCY_SECONDS = 0.005
-"""Of loopback, the broker and both loops, one way."""
+"""One-way latency of loopback, the broker and both loops."""
 FIGURES = ("goodput", "merge_participation", "uptime", "useful_share")
 
 
 def real_run(place: Path, learners: int, steps: int, mean_life_seconds: float, seed: int) -> dict[str, Any]:
-    """One run with its kills; the figures that it tells."""
+    """One real run with its kills; returns its figures."""
     command = [
         sys.executable, "-P", "-m", "decoupled_diloco.cli", "up", "--run", "it", "--tape", "--json", "--no-evaluator",
         "--learners", str(learners), "--threads", "1", "--steps", str(steps),
@@ -62,7 +62,7 @@ def real_run(place: Path, learners: int, steps: int, mean_life_seconds: float, s
 
 
 def virtual_run(place: Path) -> RunOutcome:
-    """The virtual cluster with the same lives."""
+    """The virtual cluster with the same incarnations."""
     tape = read_journal(place / "runs" / "it")
     settings = RunSettings.from_map(tape.syncer["settings"])
     parameters = sum(tape.syncer["parameters"])

@@ -54,7 +54,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def pump(up: Socket, down: Socket, frames: list[bytes | memoryview], in_flight: int, seconds: float) -> int:
-    """Messages that went through in `seconds`."""
+    """Number of messages forwarded in `seconds`."""
     sent = got = 0
     deadline = time.perf_counter() + seconds
     while time.perf_counter() < deadline:
@@ -73,7 +73,7 @@ def pump(up: Socket, down: Socket, frames: list[bytes | memoryview], in_flight: 
 def measure(
     run: object, *, port: int, size: str, seconds: float, syncer: Key | None = None, learner: Key | None = None
 ) -> tuple[float, float]:
-    """Messages a second, and microseconds of the broker's processor time for each."""
+    """Messages per second, and microseconds of the broker's CPU time per message."""
     child = multiprocessing.get_context("spawn").Process(target=run, args=(port,), daemon=True)  # type: ignore[arg-type]
     child.start()
     pid = child.pid or 0
@@ -82,7 +82,7 @@ def measure(
     down = SubscribeSocket(context, address.bulk_out, hwm_messages=QUEUE_MESSAGES, key=learner)
     up = PublishSocket(context, address.bulk_in, hwm_messages=QUEUE_MESSAGES, key=syncer)
     try:
-        # zmq.proxy hands on what receivers subscribe to, and an uplink is proven by "everything" only
+        # zmq.proxy forwards subscriptions, and only a subscription to everything proves an uplink
         down.subscribe(b"" if learner is None else b"run/fragment/")
         message = Update(
             run="run", epoch=1, slot=1, t=1, fragment=3, version=2, base_version=1, codec="int4", digest="0" * 64,
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def compare(measures: dict[str, Callable[..., tuple[float, float]]], port: int, size: str, seconds: float) -> None:
-    """Measure all in turns, and print it."""
+    """Measure all brokers in turns and print the results."""
     rows = [{name: one(port=port, size=size, seconds=seconds) for name, one in measures.items()} for _ in range(ROUNDS)]
     print(f"{size}, median of {ROUNDS} turns of {seconds:.2g} s")
     speeds = {}

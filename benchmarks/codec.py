@@ -27,7 +27,7 @@ SECONDS_EACH = 0.3
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The fastest of up to ROUNDS runs after one that is not counted; stops early after SECONDS_EACH."""
+    """Seconds of the fastest of up to ROUNDS runs after a warm-up; stops early after SECONDS_EACH."""
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     work()
     best, deadline = float("inf"), time.perf_counter() + SECONDS_EACH
@@ -48,7 +48,7 @@ def settle(device: torch.device) -> None:
 
 
 def work_on(length: int, learners: int, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """What is measured: name -> (work, f32 values that it reads at least once)."""
+    """Measured work: name -> (function, number of f32 values that it reads)."""
     generator = torch.Generator().manual_seed(0)
     public = torch.randn(length, generator=generator).to(device)
     target = public + torch.randn(length, generator=generator).to(device) * 1e-3

@@ -28,7 +28,7 @@ LONGEST_SECONDS = 300.0
 
 
 def compose(*words: str, cwd: Path = ROOT, **variables: str) -> str:
-    """What a command of compose says; RuntimeError with its last words if it fails."""
+    """Output of a compose command; RuntimeError with its last output if it fails."""
     environment = os.environ | {"DILOCO_PORTS": PORTS} | variables
     done = subprocess.run(
         ["docker", "compose", "-p", PROJECT, "-f", "compose/compose.yaml", *words],
@@ -47,7 +47,7 @@ def bytes_of(image: str) -> int:
 
 
 def start() -> dict[str, float]:
-    """One fresh start of the default run, one stop in mid-run: their seconds."""
+    """Seconds of one fresh start of the default run, and of one stop in mid-run."""
     began, clock = time.time(), time.monotonic()
     try:
         compose("up", "-d", "--no-build")
@@ -61,7 +61,7 @@ def start() -> dict[str, float]:
 
 
 def first_merge(clock: float) -> float:
-    """When it was, in unix seconds by the syncer's own log."""
+    """Time of the event in the syncer's log, in unix seconds."""
     while time.monotonic() - clock < LONGEST_SECONDS:
         log = compose("exec", "-T", "syncer", "cat", "/results/run/logs/syncer.jsonl")
         for row in map(json.loads, log.splitlines()):
@@ -72,7 +72,7 @@ def first_merge(clock: float) -> float:
 
 
 def rebuild() -> float:
-    """Seconds of building all images again after one line of our code has changed, in a copy of this folder."""
+    """Seconds to rebuild all images after a one-line code change, in a copy of this folder."""
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "clone"
         ignored = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__", "*.egg-info", "build", "dist")

@@ -19,7 +19,7 @@ KEYFRAME_BYTES, BLOCK, SCALE_BYTES = 4, 128, 2
 
 
 def planned_bytes(run: Measured) -> float:
-    """What one learner should move by the plan with int4 both ways: half a byte a parameter and its share of scales,
+    """Planned bytes of one learner with int4 both ways: half a byte per parameter and its share of scales,
     up and down, in each merge; the whole model in f32 when it joins and when the run ends.
     """
     merges = run.figures["merges"]

@@ -25,7 +25,7 @@ def events(folder: Path, process: str) -> list[dict[str, Any]]:
 
 
 def first_round(run: Measured) -> dict[str, Any]:
-    """How the round of slot 0 went."""
+    """Result of the round of slot 0."""
     merged = [row for row in events(run.folder, "syncer") if row["event"] == "merged" and row["slot"] == 0]
     names = [row["name"] for row in run.figures["learners"]]
     resent = [row for name in names for row in events(run.folder, name) if row["event"] == "delta_resent"]

@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
 
 
 def train(model: Transformer, corpus: Corpus, task: TaskSettings, *, steps: int, seed: int) -> list[float]:
-    """`steps` inner steps; the seconds of each."""
+    """Take `steps` inner steps; returns the seconds of each."""
     optimizer = make_optimizer(model)
     stream = batches(corpus.train, task.batch_sequences, task.sequence_length, seed=seed, name="lone", incarnation=1)
     seconds = []

@@ -26,7 +26,7 @@ STEPS_A_SECOND = 100
 
 
 class Looked:
-    """A model of so many tensors in layers of a weight and a bias, and what a session looks at."""
+    """A model of that many tensors in layers of weight and bias, and the session's checks of it."""
 
     def __init__(self, tensors: int) -> None:
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(tensors // 2)))
@@ -52,7 +52,7 @@ class Looked:
 
 
 def microseconds(work: Callable[[], None], seconds: float) -> float:
-    """Of one call, by the median of some stretches."""
+    """Microseconds of one call: the median of several stretches."""
     found = []
     for _ in range(STRETCHES):
         until, calls, began = time.thread_time() + seconds / STRETCHES, 0, time.thread_time()

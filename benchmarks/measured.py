@@ -23,7 +23,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass
 class Sample:
-    """One process at one moment."""
+    """One sample of one process."""
 
     at: float
     cpu_seconds: float
@@ -32,13 +32,13 @@ class Sample:
 
 @dataclass
 class Measured:
-    """What one run told, and what was seen of its processes."""
+    """Reported figures of one run, and samples of its processes."""
 
     figures: dict[str, Any]
     folder: Path
     wall_seconds: float
     seconds_to_first_merge: float | None
-    """From starting `diloco up` to the first merge in Redis' or the log's words."""
+    """Seconds from starting `diloco up` to the first merge, by Redis or the log."""
     processes: dict[str, list[Sample]] = field(default_factory=dict)
 
     def cpu_seconds(self, name: str) -> float:
@@ -47,7 +47,7 @@ class Measured:
 
 
 def up(*options: str, directory: Path | None = None, every_seconds: float = 0.5) -> Measured:
-    """`diloco up OPTIONS --json`, sampled until it ends. RuntimeError with its last words if it fails."""
+    """`diloco up OPTIONS --json`, sampled until it ends. RuntimeError with its last output if it fails."""
     home = directory or Path(tempfile.mkdtemp(prefix="diloco-bench-"))
     folder = home / "run"
     began, wall = time.time(), time.monotonic()

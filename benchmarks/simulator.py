@@ -45,7 +45,7 @@ def table_seconds() -> float:
 
 
 def peak_mib(chips: int) -> float:
-    """Largest resident memory of a cost-only question about so many chips."""
+    """Peak resident memory of a cost-only simulation of that many chips."""
     command = [*DILOCO, "simulate", "goodput", "--chips", str(chips), "--json"]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, _, usage = os.wait4(child.pid, 0)
@@ -92,7 +92,7 @@ def passes_share(task: TaskSettings, learners: int, steps: int) -> float:
 def main() -> None:
     configure("benchmark", level="warning")
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)])  # loads a second's worth of torch
+    torch.optim.SGD([torch.zeros(1)])  # loads further torch modules, which takes a second
     told = {
         "table_1_seconds": round(table_seconds(), 1),
         "peak_MiB": {chips: round(peak_mib(chips), 1) for chips in (150_000, 2_400_000, 1_000_000_000)},

@@ -16,7 +16,7 @@ from .suites import INNER_LR, PUBLISHED, SMALL, Contrast, Suite, T, methods, sea
 
 QUICK = replace(SMALL, sequence_length=32)
 BOUNDS: Mapping[int, float] = {2: 0.02, 4: 0.04, 8: 0.08}
-"""M -> by how much Decoupled may exceed data-parallel at equal tokens, at the end of a long run."""
+"""M -> bound on the loss of Decoupled relative to data-parallel at equal tokens, after a long run."""
 
 
 def suite(name: str) -> Suite:
@@ -60,7 +60,7 @@ def _learners(name: str) -> Suite:
 
 
 def _two(name: str) -> Suite:
-    """Of two learners single runs scatter most; with seeds that suite `learners` has not seen."""
+    """Two learners, whose single runs scatter most, with other seeds than suite `learners`."""
     kept = ("DiLoCo", "Streaming DiLoCo", "Decoupled")
     made = methods(SMALL, 2, T, {kind: INNER_LR[kind] for kind in kept})
     ours = made["Decoupled"].name
@@ -132,7 +132,7 @@ def _int4(name: str) -> Suite:
 
 
 def _pace(name: str) -> Suite:
-    """Paper, Table 5; all merge the same tokens."""
+    """arXiv 2604.21428, Table 5; all merge the same tokens."""
     half = {"cluster": {"slowest": 2.0, "stragglers": 1}, "equal_tokens": True}
     spread = {"cluster": {"slowest": 1.7}, "equal_tokens": True}
     rows: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def _pace(name: str) -> Suite:
 
 
 def _failures(name: str) -> Suite:
-    """Paper, Table 2."""
+    """arXiv 2604.21428, Table 2."""
     rows: dict[str, dict[str, Any]] = {"none": {}}
     rows |= {
         f"{chips // 1000}k chips": {"cluster": {"chips": chips}, "equal_tokens": True}
@@ -189,7 +189,7 @@ def _absence(name: str) -> Suite:
 
 
 def _scavenging(name: str) -> Suite:
-    """Paper, Table 4: half of the tokens by four learners, half by four and those that came."""
+    """arXiv 2604.21428, Table 4: half of the tokens by four learners, half by these and the late ones."""
     cells, contrasts = [], []
     for extra in (0, 1, 2, 4, 12):
         steps = T // 2 + round(T / 2 * 4 / (4 + extra))
@@ -206,7 +206,7 @@ def _scavenging(name: str) -> Suite:
 
 
 def _warm(name: str) -> Suite:
-    """Every method begins with what a lone learner came to in half as many steps."""
+    """Every method starts from the model of a lone learner after half as many steps."""
     warm = Ablation(warm_steps=T // 2, warm_lr=INNER_LR["lone, its share"][1])
     cells, contrasts = [], []
     for variant, tag in ((Ablation(), "from scratch"), (warm, "warm")):

@@ -27,9 +27,9 @@ LONG_LR: Mapping[int, Mapping[str, Mapping[int, float]]] = {
         "Decoupled": {2: 12e-3, 4: 6e-3, 8: 3e-3},
     },
 }  # fmt: skip
-"""Steps -> what INNER_LR says of shorter runs, by suite `inner-lr-long`."""
+"""Steps -> inner learning rates as in INNER_LR, for longer runs, from suite `inner-lr-long`."""
 RATES = (12e-3, 24e-3, 48e-3)
-"""Tried with every method, and then the neighbours of the best."""
+"""Learning rates tried with every method, before the neighbours of the best one."""
 ELSEWHERE_LR: Mapping[str, float] = {
     "H=1, synchronous": 24e-3, "H=6": 24e-3, "H=12": 24e-3, "H=48": 24e-3, "H=96": 12e-3,
     "lr 1, momentum 0, M=4, H=6": 24e-3, "lr 1, momentum 0, M=4, H=12": 24e-3, "lr 1, momentum 0, M=4, H=48": 24e-3,
@@ -42,10 +42,10 @@ ELSEWHERE_LR: Mapping[str, float] = {
     "data-parallel, warm": 48e-3, "DiLoCo, warm": 24e-3, "Decoupled, warm": 24e-3, "lone, its share, warm": 12e-3,
     "Decoupled, lr 0.7, momentum 0.9, warm": 12e-3,
 }  # fmt: skip
-"""Row of the suites gap, cadence, outer-elsewhere and warm -> its own best inner learning rate, where that may be
-another than INNER_LR's, by suite `inner-lr-elsewhere`."""
+"""Row of the suites gap, cadence, outer-elsewhere and warm -> its best inner learning rate, if it may differ from
+INNER_LR, from suite `inner-lr-elsewhere`."""
 OUTER_CHOICES = ((1.0, 0.0), (0.7, 0.3), (0.7, 0.9))
-"""The best two of suite `outer`, and the lineage's."""
+"""The best two of suite `outer`, and DiLoCo's published one."""
 
 
 def inner_rates(name: str) -> Suite:
@@ -59,7 +59,7 @@ def inner_rates_long(name: str) -> Suite:
 
 
 def long_run(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
-    """Data-parallel, a lone learner and Decoupled in a run of that many steps."""
+    """Data-parallel, a lone learner and Decoupled in a run of `steps` steps."""
     made = methods(SMALL, learners, steps, LONG_LR[steps])
     parallel, alone, ours = (
         replace(made[kind], name=f"{made[kind].name}, {steps} steps")
@@ -69,7 +69,7 @@ def long_run(learners: int, steps: int) -> tuple[Cell, Cell, Cell]:
 
 
 def tuned(made: Suite) -> Suite:
-    """Its rows at their rates in ELSEWHERE_LR, as far as they stand there."""
+    """The suite's rows at their rates in ELSEWHERE_LR, if listed there."""
     cells = tuple(
         replace(cell, task=replace(cell.task, inner_lr=ELSEWHERE_LR.get(cell.name, cell.task.inner_lr)))
         for cell in made.cells
@@ -78,7 +78,7 @@ def tuned(made: Suite) -> Suite:
 
 
 def batch(name: str) -> Suite:
-    """As many tokens in smaller and larger batches."""
+    """The same number of tokens in smaller and larger batches."""
     beyond = {2: (3e-3,), 64: (96e-3,)}
     cells, groups = [], []
     for batch in (2, 4, 8, 16, 32, 64):
@@ -119,7 +119,7 @@ def outer_elsewhere(name: str) -> Suite:
 
 
 def momentum(name: str) -> Suite:
-    """The lineage's outer step in runs of which the longest has 200 rounds; it wants a lower inner rate."""
+    """DiLoCo's published outer step in runs of up to 200 rounds; it needs a lower inner learning rate."""
     cells, contrasts = [], []
     for steps in BUDGETS:
         ours = long_run(2, steps)[2]
@@ -139,7 +139,7 @@ def momentum(name: str) -> Suite:
 
 
 def cadence(name: str) -> Suite:
-    """H = 1 by the synchronous method: a fragment that travels takes as long as a step."""
+    """Cadence; H = 1 uses the synchronous method, since a fragment in transit takes as long as a step."""
     rows: dict[str, dict[str, Any]] = {"H=1, synchronous": {"settings": {"sync_every": 1}, "method": "synchronous"}}
     rows |= {f"H={h}": {"settings": {"sync_every": h}} for h in (6, 12, 24, 48, 96)}
     asks = "How often must a fragment be merged?"
@@ -166,7 +166,7 @@ def adoption(name: str) -> Suite:
 
 
 def gap(name: str) -> Suite:
-    """What the gap to data-parallel could be closed by."""
+    """Candidates for closing the gap to data-parallel."""
     made = methods(SMALL, 4, T)
     ours, parallel, alone, diloco = (
         made[kind] for kind in ("Decoupled", "data-parallel", "lone, its share", "DiLoCo")
