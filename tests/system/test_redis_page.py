@@ -128,10 +128,10 @@ def test_tokens_are_all_accounted_for_in_the_run_and_of_one_learner(asked: Asked
         assert reported == merged + pending + lost
         return merged > 0
 
-    for question in ("How many tokens went in, from everybody?", "Did the work of one learner arrive in the model?"):
+    for question in ("How many tokens of all learners went in?", "Did the work of one learner arrive in the model?"):
         wait_for(lambda question=question: balanced(question), "tokens are merged")  # type: ignore[misc]
     one = asked.numbers("Did the work of one learner arrive in the model?")
-    assert one[0] < asked.numbers("How many tokens went in, from everybody?")[0]
+    assert one[0] < asked.numbers("How many tokens of all learners went in?")[0]
 
 
 def test_what_is_seen_is_fresh(asked: Asked) -> None:
