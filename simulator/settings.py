@@ -19,16 +19,16 @@ PUBLISHED_PARAMETERS = 5.03e9
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputPlan:
-    """The cluster that is asked about."""
+    """Cluster for the goodput simulation."""
 
     chips: int = 1_200_000
     """Chips of the whole cluster."""
     learners: int = 8
-    """Learners among which a decoupled run divides them, M."""
+    """Learners of the decoupled run, which share the chips, M."""
     simulated_steps: int = 0
     """Length of the simulated time, in inner steps. 0 = 5000, or ten days where sites fail or chips are scavenged."""
     seed: int = 0
-    """Of the failures."""
+    """Seed of the failures."""
 
     def __post_init__(self) -> None:
         for name in ("chips", "learners"):
@@ -42,14 +42,14 @@ class GoodputPlan:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
 
     def steps(self, model: FailureModel) -> int:
-        """Inner steps to simulate, so that what is rare or daily is seen as well."""
+        """Inner steps to simulate, enough to include rare and daily events."""
         rare = model.site_failures_a_year or model.scavenged_share
         return self.simulated_steps or (max(100, int(RARE_SECONDS / model.step_seconds)) if rare else 5000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """A virtual cluster around the production round machine."""
+    """Virtual cluster around the production round machine."""
 
     learners: int = 2
     """How many learners, M."""
@@ -60,17 +60,17 @@ class ClusterPlan:
     slowest: float = 1.0
     """How many times as long the slowest learner's step takes; the others lie evenly between."""
     stragglers: int = 0
-    """Only so many learners are slow, all alike, and the others are not. 0 = evenly between."""
+    """Number of slow learners, all equally slow; the others are fast. 0 = spread evenly."""
     late: int = 0
-    """Further learners, that come later: compute that was found somewhere."""
+    """Additional learners that join later, as extra compute becomes available."""
     late_seconds: float = 0.0
-    """When they come, in virtual seconds."""
+    """When they join, in virtual seconds."""
     absent: float = 0.0
-    """Share of the time in which a learner is dead; each time it comes back as a new one."""
+    """Share of the time in which a learner is absent; it returns as a new incarnation."""
     absence_seconds: float = 60.0
     """Mean length of one absence, in virtual seconds."""
     latency_seconds: float = 0.01
-    """From a learner to the syncer, one way."""
+    """One-way latency between a learner and the syncer."""
     megabit: float = 0.0
     """Mbit/s of a learner's link, in each direction. 0 = no limit."""
     cost_only: bool = False
@@ -88,7 +88,7 @@ class ClusterPlan:
         if self.chips and self.learners > self.chips:
             raise SettingError(f"{self.learners} learners cannot share {self.chips} chips; a learner has at least one")
         if self.absent >= 1:
-            raise SettingError(f"--absent must be below 1, not {self.absent:g}: somebody has to be there")
+            raise SettingError(f"--absent must be below 1, not {self.absent:g}: learners must be present at times")
         if self.stragglers > self.learners:
             raise SettingError(f"--stragglers {self.stragglers} are more than there are learners, {self.learners}")
         _at_most(self, "learners", MOST_LEARNERS)
@@ -104,28 +104,28 @@ class ClusterPlan:
             )
 
     def step(self, chips_step_seconds: float) -> float:
-        """Virtual seconds of the fastest learner's inner step; the argument is what a failure model has."""
+        """Virtual seconds of the fastest learner's inner step; the argument is the failure model's step time."""
         return self.step_seconds or (chips_step_seconds if self.chips else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """What happens to chips. All seconds are virtual."""
+    """Failures and returns of chips. All seconds are virtual."""
 
     mtbi_years: float = 1.0
     """Mean time between interruptions of one chip, in years (paper: 1)."""
     slice_chips: int = 256
-    """Chips in a slice: they are lost and come back together."""
+    """Chips in a slice; they fail and return together."""
     step_seconds: float = 5.5
     """An inner step on chips of mean speed."""
     downscale_seconds: float = 15.5
-    """The pause in which a group goes on with fewer slices."""
+    """Pause in which a group changes to fewer slices."""
     upscale_seconds: float = 10.0
-    """The pause in which a group takes slices back."""
+    """Pause in which a group takes slices back."""
     restart_seconds: float = 81.0
     """Without elasticity: from a failure until all slices step again."""
     return_seconds: float = 1100.0
-    """Scale of the time until a failed slice is back."""
+    """Scale of the time until a failed slice returns."""
     return_shape: float = 0.6
     """Weibull shape of that time: 1 = exponential, below 1 = some are away for very long."""
     return_power: float = 1.5
@@ -137,17 +137,17 @@ class FailureModel:
     slowdown_seconds: float = 300.0
     """Mean length of one."""
     slowdown_factor: float = 1.5
-    """How many times as long a step takes meanwhile, for the whole group."""
+    """Factor on the step time of the whole group during a slowdown."""
     sites: int = 1
-    """Places over which slices, or learners, are spread evenly."""
+    """Sites over which slices, or learners, are spread evenly."""
     site_failures_a_year: float = 0.0
     """Failures of a whole site, a year and site."""
     site_seconds: float = 3600.0
     """Mean length of one."""
     scavenged_share: float = 0.0
-    """Share of the slices, or learners, that are there only at night."""
+    """Share of the slices, or learners, that are available only at night."""
     night_hours: float = 12.0
-    """Hours a day in which they are there."""
+    """Hours per day in which they are available."""
 
     def __post_init__(self) -> None:
         for name in ("mtbi_years", "slice_chips", "step_seconds", "return_seconds", "return_shape", "return_power",
@@ -178,24 +178,24 @@ class FailureModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """What is asked: a model, a pace, and how much of the time chips are to compute."""
+    """Model, step time, sites and target utilization for the bandwidth model."""
 
     params: float = PUBLISHED_PARAMETERS
     """Parameters of the model, N."""
     step_seconds: float = 1.0
     """Length of an inner step, T."""
     sites: int = 2
-    """Places that are connected by the network in question, D; one learner each in `this system`."""
+    """Sites connected by the network, D; one learner each in `this system`."""
     codec_up: CodecName = "int4"
     """How progress travels to the syncer."""
     codec_down: CodecName = "int4"
     """How merged fragments travel back."""
     sync_every: int = 24
-    """H, in steps: the whole model is synchronized once in so many."""
+    """H, in steps: the whole model is synchronized once every H steps."""
     fragments: int = 0
-    """P, parts that the model is cut into. 0 = as many as sync_every."""
+    """P, number of fragments of the model. 0 = same as sync_every."""
     overlap: int = 2
-    """tau, in steps: how long a fragment's transfer may take behind computing."""
+    """tau, in steps: how long a fragment's transfer may overlap with computation."""
     utilization: float = 0.95
     """Share of the time in which chips compute, below 1."""
 
