@@ -1,1 +1,1 @@
-"""The learner: inner steps by whoever trains, and the session that keeps its model in touch with the run."""
+"""Learner: the session of a training script with a run, its network thread, and the built-in training task."""

@@ -1,5 +1,5 @@
-"""Joining a run: Hello until a Welcome comes, at the start and again under each new epoch; the learner that the syncer
-chooses sends version 0. Pure: no socket, no clock.
+"""Join protocol of a learner or observer: Hello until a Welcome comes, at the start and again under each new epoch; the
+learner that the syncer chooses sends version 0. No socket, no clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .identity import Identity
 from .mailbox import Mailbox
 
 SEED_PATIENCE = 3
-"""So many answers in a row that name the same fragments as missing, and these are sent again."""
+"""After this many answers in a row that list the same fragments as missing, these are sent again."""
 
 
 class SeedSource(Protocol):
-    """A model that does not train yet."""
+    """A model that is not being trained yet."""
 
     def vector(self, fragment: Fragment) -> Tensor:
         """Flat f32 in host memory."""
@@ -34,7 +34,7 @@ class SeedSource(Protocol):
 
 
 class SeedSender:
-    """What is to be sent of version 0. `source` is None where nothing can be given (an observer)."""
+    """Sends the requested parts of version 0. `source` is None for an observer, which cannot send any."""
 
     def __init__(self, me: Identity, source: Callable[[Plan], SeedSource] | None) -> None:
         self._me, self._source = me, source
@@ -44,7 +44,7 @@ class SeedSender:
 
     @property
     def chosen(self) -> bool:
-        """This learner was chosen."""
+        """The syncer has chosen this learner."""
         return bool(self._missing)
 
     @property
@@ -52,27 +52,27 @@ class SeedSender:
         return self._messages is not None
 
     def drop(self) -> None:
-        """Another syncer process: it will choose anew."""
+        """Another syncer process serves the run; it will choose a learner again."""
         self._messages, self._missing, self._repeats = None, (), 0
 
     def request(self, plan: Plan, missing: tuple[int, ...], epoch: int) -> bool:
-        """The syncer lacks these parts; True if they are sent now, False if they may be on their way still.
+        """The syncer lacks these parts. Returns True if they are sent now, False if they may still be in flight.
 
-        Malformed if this process has nothing to give.
+        Raises Malformed if this process is an observer.
         """
         if self._source is None:
-            raise Malformed("verdict", "an observer cannot give version 0")
+            raise Malformed("verdict", "an observer cannot send version 0")
         self._repeats = self._repeats + 1 if missing == self._missing else 0
-        on_its_way = self.chosen and self._repeats < SEED_PATIENCE
+        in_flight = self.chosen and self._repeats < SEED_PATIENCE
         self._missing = missing
-        if self.sending or on_its_way:
+        if self.sending or in_flight:
             return False
         self._repeats = 0
         self._messages = self._parts(self._source(plan), plan, missing, epoch)
         return True
 
     def next(self) -> Seed | None:
-        """The next chunk to send; each fragment is copied out of the model only when its turn has come."""
+        """The next chunk to send. Each fragment is copied out of the model only when it is due."""
         message = next(self._messages, None) if self._messages is not None else None
         if message is None:
             self._messages = None
@@ -84,11 +84,11 @@ class SeedSender:
                 continue
             static = index == plan.static_index
             content = source.static_bytes() if static else source.vector(plan.fragments[index]).numpy().data.cast("B")
-            told = digest(content)
+            content_digest = digest(content)
             for part in split(content):
                 yield Seed(
                     run=self._me.run, name=self._me.name, incarnation=self._me.incarnation, epoch=epoch,
-                    fragment=index, digest=told, **part,
+                    fragment=index, digest=content_digest, **part,
                 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ HELLO_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Admitted:
-    """What a Welcome and the Beat before it say of the run."""
+    """The run's parameters, from a Welcome and the Beat before it."""
 
     plan: Plan
     settings: RunSettings
@@ -107,12 +107,12 @@ class Admitted:
 
 
 class JoinRequest:
-    """Asks to be let in, and gives version 0 if it is asked for that."""
+    """Requests membership, and sends version 0 if the syncer requests it."""
 
     def __init__(self, me: Identity, mailbox: Mailbox, seed_sender: SeedSender) -> None:
         self.me, self.mailbox, self.seed_sender = me, mailbox, seed_sender
         self.plan: Plan | None = None
-        """The plan by which this process was let in; it stays the same under later epochs."""
+        """The plan with which this process was admitted; it stays the same under later epochs."""
         self._due = 0.0
 
     def restart(self) -> None:
@@ -121,20 +121,21 @@ class JoinRequest:
         self._due = 0.0
 
     def hello(self, now: float) -> Iterator[Hello]:
-        """The Hello, if it is due; seldom while version 0 is on its way."""
+        """The Hello, if it is due; at a lower rate while version 0 is being sent."""
         if now >= self._due:
             self._due = now + (2 * HELLO_SECONDS if self.seed_sender.chosen else HELLO_SECONDS)
             yield self.me.hello()
 
     def receive(self, welcome: Welcome, beat: Beat) -> Admitted | None:
-        """Take the syncer's answer; what it says of the run once we are in. Refused if that will not be."""
+        """Take the syncer's answer. Returns the run's parameters once admitted. Raises Refused."""
         if welcome.verdict == "wait":
             self.mailbox.waits_for = f"its turn ({welcome.reason})" if welcome.reason else "its turn"
         elif welcome.verdict == "refused":
-            raise Refused(f"run {self.me.run} does not take {self.me.name}: {welcome.reason}")
+            raise Refused(f"run {self.me.run} rejects {self.me.name}: {welcome.reason}")
         elif welcome.verdict == "seed" and self.plan is not None:
-            raise Refused(  # and the model is not the link's to read once it trains
-                f"run {self.me.run} begins anew and has nothing of what {self.me.name} was part of; start it again"
+            raise Refused(  # once the model trains, the network thread must not read it
+                f"run {self.me.run} starts again from version 0, without the state that {self.me.name} had joined; "
+                "restart the learner"
             )
         elif welcome.verdict == "seed":
             self.mailbox.waits_for = "its version 0 to be stored by the syncer"
@@ -147,12 +148,12 @@ class JoinRequest:
         return None
 
     def _plan_of(self, welcome: Welcome) -> Plan:
-        """The plan that the welcome speaks of; Refused if this side derives another one, or trains by another one."""
+        """The plan of the welcome. Raises Refused if this side derives or uses a different one."""
         plan = balanced_plan(self.me.layout, welcome.fragments)
         if plan.digest != welcome.plan_digest or (self.plan is not None and self.plan.digest != plan.digest):
             raise Refused(
-                f"run {self.me.run} cuts the model into {welcome.fragments} fragments otherwise than {self.me.name} "
-                "does; use the same version of this package on both sides, and start the learner again"
+                f"run {self.me.run} splits the model into {welcome.fragments} fragments differently from "
+                f"{self.me.name}; use the same version of this package on both sides, and restart the learner"
             )
         return self.plan or plan
 
@@ -162,6 +163,6 @@ class JoinRequest:
             return Admitted(plan, settings, TaskSettings.from_map(beat.task) if beat.task else None)
         except Malformed as wrong:
             raise Refused(
-                f"the settings of run {self.me.run} are not understood here ({wrong}); "
+                f"the settings of run {self.me.run} are not valid for this version ({wrong}); "
                 "use the same version of this package on both sides"
             ) from wrong

@@ -1,4 +1,4 @@
-"""Tensors that share memory: a write into one of them changes another, or several elements of itself. Pure."""
+"""Memory overlap between tensors, or between the elements of one: a write into it changes others, too. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass
 class _Place:
-    """A tensor's bytes: all lie in [start, stop), though there may be others in between."""
+    """A tensor's bytes: all are in [start, stop), possibly with others in between."""
 
     name: str
     tensor: Tensor
@@ -27,8 +27,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                place, wanted = _place("", tensor, changes=True), tensor.numel() * tensor.itemsize
-                return wanted > place.stop - place.start or _occupied(place) < wanted
+                place, needed = _place("", tensor, changes=True), tensor.numel() * tensor.itemsize
+                return needed > place.stop - place.start or _occupied(place) < needed
             reach += stride * (size - 1)
     return False
 
@@ -36,8 +36,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def first_overlap(rows: Iterable[tuple[str, Tensor, bool]]) -> tuple[str, str] | None:
     """The names of two tensors that have memory in common; None if there are none.
 
-    rows: (name, tensor, whether it changes); two that never change may share what they like. None of the tensors may
-    overlap itself. Views that lie in one another's gaps, as the columns of a matrix do, have nothing in common.
+    rows: (name, tensor, whether it changes); two that never change may share memory. None of the tensors may overlap
+    itself. Views in each other's gaps, such as the columns of a matrix, do not overlap.
     """
     devices: defaultdict[torch.device, list[_Place]] = defaultdict(list)
     for name, tensor, changes in rows:
@@ -85,7 +85,7 @@ def _collision(cluster: list[_Place]) -> tuple[str, str] | None:
 
 
 def _occupied(place: _Place) -> int:
-    """How many bytes the tensor has."""
+    """Number of distinct bytes that the tensor occupies."""
     extent = place.stop - place.start
     used = torch.zeros(extent, dtype=torch.bool, device="cpu")
     index = _bytes_of(torch.arange(extent, dtype=torch.int64, device="cpu"), place, place.start)
@@ -94,7 +94,7 @@ def _occupied(place: _Place) -> int:
 
 
 def _bytes_of(memory: Tensor, place: _Place, start: int) -> Tensor:
-    """The tensor's bytes in `memory`, which has one element a byte from address `start` on."""
+    """The tensor's bytes in `memory`, which has one element for each byte from address `start` on."""
     size = place.tensor.itemsize
     return memory.as_strided(
         (*place.tensor.shape, size), (*(s * size for s in place.tensor.stride()), 1), place.start - start

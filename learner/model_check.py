@@ -1,7 +1,7 @@
-"""The model as it was when it joined, held against the model as it is: what changes later would be trained alone.
+"""Model check: compares the structure of the model with that at the join.
 
-A run's layout is fixed at join. A parameter that is added, replaced, tied or unfrozen in mid-run is in no fragment: it
-would be trained by this learner and be in no file, though every hash agrees.
+A run's layout is fixed at join. A parameter that is added, replaced, tied or unfrozen in mid-run is in no fragment:
+only this learner would train it, and no checkpoint would contain it, although every hash agrees.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..common.errors import SettingError
 from .model_layout import WHOLE_SECONDS, Entry, named_tensors
 
 IN_TURN = 4
-"""Parameters that each step looks at, one after the other."""
+"""Parameters that each step checks, in rotation."""
 _requires_grad = attrgetter("requires_grad")
 _form = attrgetter("shape", "dtype")
 
 
 class ModelCheck:
-    """Looks for changes of one model's structure. Pure: the time, in seconds of one monotonic clock, is passed in.
+    """Detects changes of one model's structure. Pure: the time, in seconds of one monotonic clock, is passed in.
 
-    The common case is compared at the speed of C, by identity; only what differs there is looked at by name. Buffers
-    may be replaced by others of the same shape, and trained parameters may be frozen and unfrozen.
+    The common case is a fast comparison by identity; only after a difference are tensors compared by name. Buffers may
+    be replaced by others of the same shape, and trained parameters may be frozen and unfrozen.
     """
 
     def __init__(self, model: nn.Module, entries: Iterable[Entry], now: float) -> None:
@@ -46,7 +46,7 @@ class ModelCheck:
         self._remember()
 
     def look(self, now: float) -> None:
-        """At each step. SettingError naming what has changed."""
+        """Call at each step. Raises SettingError that names what has changed."""
         for _ in range(min(IN_TURN, len(self._parameters))):
             place, key, tensor, frozen = self._parameters[self._next]
             self._next = (self._next + 1) % len(self._parameters)
@@ -57,7 +57,7 @@ class ModelCheck:
             if not self._as_remembered():
                 self.compare()
 
-    # --- the quick look ----------------------------------------------------------------------------------------------
+    # --- by identity -------------------------------------------------------------------------------------------------
     def _remember(self) -> None:
         modules = list(self._model.modules())
         parameters = [m._parameters for m in modules]  # noqa: SLF001 - torch has no public way to ask
@@ -85,7 +85,7 @@ class ModelCheck:
         )
 
     def _all_objects(self) -> list[Any]:
-        """Parameters and modules; most modules have none of one of them, and that is passed over quickly."""
+        """Parameters and modules. Most modules lack one of the two, which is skipped quickly."""
         return [value for place in self._owners if place for value in place.values()]
 
     def _everything_else(self) -> list[Any]:
@@ -100,10 +100,10 @@ class ModelCheck:
 
     # --- by name -----------------------------------------------------------------------------------------------------
     def compare(self) -> None:
-        """Look at everything now. SettingError if something that the run holds has changed; else remember what has."""
+        """Compare everything. Raises SettingError if a tensor of the run has changed; else remembers the state."""
         found = next(self._changes(), None)
         if found is not None:
-            raise SettingError(f"{found} after join(), and the run has the model as it joined; {_REMEDY}")
+            raise SettingError(f"{found} after join(), but the run uses the model as it joined; {_REMEDY}")
         self._remember()
 
     def _changes(self) -> Iterator[str]:

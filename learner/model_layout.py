@@ -1,8 +1,7 @@
-"""Which tensors a model has, under which names, and what each is to the run: trained or static, tied, merged how.
+"""Model layout: the tensors of a model, their names, and their role in the run (trained or static, tied, merge).
 
-The names are those of the model's own state_dict, without what torch.compile, DDP and the like put in front or between.
-A tensor that has several names is one tensor: it is sent once and written once, and stays tied because it is
-written in place.
+Names are those of the model's own state_dict, without the parts that wrappers such as torch.compile and DDP insert. A
+tensor with several names is one tensor: it is sent once and written once, in place, and so stays tied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .memory_overlap import first_overlap, overlaps_itself
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 WHOLE_SECONDS = 1.0
-"""Checks look at a whole model, or at all groups of its optimizers, no more often than this."""
+"""Shortest interval between checks of a whole model, or of all groups of its optimizers."""
 DTYPE_OF = {name: getattr(torch, name) for name in DTYPES}
 WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
@@ -31,26 +30,26 @@ WRAPPERS = (
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
 )
-"""Modules that only hold another one: where the class is defined, its name, the attribute that holds the other."""
+"""Wrapper modules: where the class is defined, its name, and the attribute that holds the wrapped module."""
 
 
 @dataclass
 class Entry:
-    """One tensor of the model: the names it stands under, and what must be read and written."""
+    """One tensor of the model: its names, and the tensors to read and write."""
 
     names: list[str]
     tensor: Tensor
     """The model's own parameter or buffer."""
     kind: Kind
     embedding: bool = False
-    """It is the weight of an nn.Embedding, under at least one of its names."""
+    """Under at least one of its names it is the weight of an nn.Embedding."""
     master: Tensor | None = None
     """f32 tensor of the same shape that the optimizer steps instead of the parameter."""
     merge: MergeKind = field(default="rda")
     given_names: set[str] = field(default_factory=set)
-    """The same names with what wrappers put in front: as the model that was given says them."""
+    """The same names including the parts that wrappers insert, as in the model that was passed."""
     objects: list[Tensor] = field(default_factory=list)
-    """Every parameter or buffer object under these names: several where two objects are views of the same memory."""
+    """Every parameter or buffer object with these names: several if two objects are views of the same memory."""
 
     @property
     def name(self) -> str:
@@ -58,12 +57,12 @@ class Entry:
 
     @property
     def source(self) -> Tensor:
-        """What holds the training state: the master where there is one."""
+        """The tensor that holds the training state: the master, if there is one."""
         return self.tensor if self.master is None else self.master
 
     @property
     def sources(self) -> list[Tensor]:
-        """The tensors of which an optimizer must hold at least one, for the entry to be trained."""
+        """Tensors of which an optimizer must hold at least one, so that the entry is trained."""
         return self.objects if self.master is None else [self.master]
 
     def spec(self) -> TensorSpec:
@@ -85,10 +84,10 @@ def inventory(
 ) -> list[Entry]:
     """Every parameter and persistent buffer of `model`, each once, in the model's order, parameters first.
 
-    optimizer: where given, each trainable parameter (or its master) must be in its groups.
+    optimizer: if given, each trainable parameter (or its master) must be in its groups.
     masters: name -> f32 tensor that the optimizer steps instead of a bf16 or f16 parameter.
-    merge: name -> "rda" or "mean", where the choice made here is not wanted (mean for embeddings and what is tied).
-    SettingError naming the first tensor that is not as it must be.
+    merge: name -> "rda" or "mean", to override the default (mean for embeddings and tensors tied to one, else rda).
+    Raises SettingError that names the first invalid tensor.
     """
     entries = list(_once(named_tensors(model)))
     _check(entries)
@@ -114,12 +113,12 @@ def layout_of(
     masters: Mapping[str, Tensor] | None = None,
     merge: Mapping[str, MergeKind] | None = None,
 ) -> Layout:
-    """What the model looks like from outside; arguments and errors as of `inventory`."""
+    """The layout of the model; arguments and errors as of `inventory`."""
     return Layout(tuple(entry.spec() for entry in inventory(model, optimizer, masters, merge)))
 
 
 def live_buffers(entries: Iterable[Entry]) -> list[str]:
-    """Names of floating-point buffers: what the model may change while it trains (batch norm's running figures)."""
+    """Names of floating-point buffers: the model may change them while it trains (running statistics)."""
     return [e.name for e in entries if e.kind == "buffer" and e.tensor.is_floating_point()]
 
 
@@ -151,7 +150,7 @@ def named_tensors(model: nn.Module) -> Iterator[_Named]:
 
 
 def _own_paths(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Path -> the same path in the model without its wrappers. Parents stand before their children."""
+    """Path -> the same path in the model without its wrappers. Parents precede their children."""
     wrappers = [
         (getattr(sys.modules[place], name), attribute)
         for place, name, attribute in WRAPPERS
@@ -171,7 +170,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _once(rows: Iterable[_Named]) -> Iterator[Entry]:
-    """Names of the same memory become one entry; that holds for the same object and for two views of it."""
+    """Names of the same memory become one entry, whether of one object or of two views."""
     entries: dict[Any, Entry] = {}
     for name, given_name, tensor, kind, embedding in rows:
         key: Any = id(tensor)
@@ -204,7 +203,7 @@ def _check(entries: Sequence[Entry]) -> None:
             raise SettingError(f"{entry.name} is {entry.kind} and {dtype}; supported are {', '.join(allowed)}")
         for name in entry.names:
             if name in seen:
-                raise SettingError(f"two tensors of the model are both named {name} once wrapper prefixes are gone")
+                raise SettingError(f"two tensors of the model are both named {name} without wrapper prefixes")
             seen.add(name)
 
 
@@ -250,7 +249,7 @@ def _check_memory(entries: Sequence[Entry]) -> None:
 
 
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Each optimizer, of torch or with groups like one of torch; SettingError for anything else."""
+    """Each optimizer, of torch or with groups like those of torch. Raises SettingError for anything else."""
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not hasattr(optimizer, "param_groups")
@@ -289,9 +288,9 @@ class Owned:
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.entries = list(entries)
-        """Kept, so that no id below is used again."""
+        """Kept alive, so that the ids below stay unique."""
         self.trained: set[int] = set()
-        """Ids of the tensors that an optimizer is to step."""
+        """Ids of the tensors that an optimizer steps."""
         self._others: dict[int, Entry] = {}
         for entry in self.entries:
             self._others.update((id(tensor), entry) for tensor in entry.objects)
@@ -299,11 +298,11 @@ class Owned:
                 self.trained.update(id(source) for source in entry.sources)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer steps something of the run."""
+        """Whether the optimizer steps a tensor of the run."""
         return any(id(tensor) in self.trained for group in optimizer.param_groups for tensor in group["params"])
 
     def problem(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """What is wrong with the optimizer's groups, in a sentence; None if they train the run's tensors alone."""
+        """What is wrong with the optimizer's groups, as a sentence; None if they hold only trained tensors."""
         for number, group in enumerate(optimizer.param_groups):
             for place, tensor in enumerate(group["params"]):
                 if id(tensor) in self.trained or not tensor.numel():

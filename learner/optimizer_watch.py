@@ -1,7 +1,7 @@
-"""The optimizers that step a run's tensors: which they are, whether one has stepped, what their groups hold.
+"""Optimizer watch: which optimizers step a run's tensors, whether one has stepped, and what their groups hold.
 
-They are seen by one global hook of torch, which runs after each optimizer step of the process. So an optimizer that is
-made in mid-run is seen as well, and so is one inside a wrapper.
+A global hook of torch runs after each optimizer step of the process. So it also sees an optimizer that is made in
+mid-run, and one inside a wrapper.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class OptimizerWatch:
         self.stepped = False
         """One of them has stepped; the reader resets it."""
         self.after_step: Callable[[torch.optim.Optimizer], None] | None = None
-        """What is to be done right after the next step, while the gradients are there."""
+        """Called right after the next step, while the gradients exist."""
         self._owned = owned
         self._ours: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._strangers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        """Optimizers of other models, by their ids; looked at anew each second."""
+        """Optimizers of other models, by id; checked again each second."""
         self._problem: str | None = None
         self._looked_at = now
         for each in as_list(optimizer):
@@ -40,23 +40,23 @@ class OptimizerWatch:
 
     @property
     def all(self) -> list[torch.optim.Optimizer]:
-        """Those that are still in use: what was given to join(), and what was made since for the same tensors."""
+        """Optimizers still in use: those given to join(), and those made since for the same tensors."""
         return [optimizer for ref in self._ours.values() if (optimizer := ref()) is not None]
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         _watches.discard(self)
 
     def saw_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """After each optimizer step of the process, in the thread that makes it."""
+        """Called after each optimizer step of the process, in the thread that makes it."""
         key = id(optimizer)
         if (ours := self._ours.get(key)) is not None and ours() is optimizer:
             self._note(optimizer)
         elif (stranger := self._strangers.get(key)) is None or stranger() is not optimizer:
-            self._meet(optimizer)
+            self._classify(optimizer)
 
     def look(self, now: float) -> str | None:
-        """At each session step: which group holds what the run does not train, in a sentence; None if none does."""
+        """At each session step. Returns a sentence if a group holds a tensor that the run does not train, else None."""
         if not self.watches:
             return None
         whole = now - self._looked_at >= WHOLE_SECONDS
@@ -69,8 +69,8 @@ class OptimizerWatch:
             self._remember()
         return None if self._problem is None else f"{self._problem} (this was changed after join())"
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take over an optimizer that steps the run's tensors; note one that steps others as well."""
+    def _classify(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch a new optimizer if it steps the run's tensors; report one that steps others as well."""
         if not self._owned.holds(optimizer):
             self._strangers[id(optimizer)] = weakref.ref(optimizer)
             return
@@ -100,12 +100,12 @@ class OptimizerWatch:
         ]
 
     def _ids(self) -> list[int]:
-        """No id is used again: the run's own tensors live as long as the session, and no others may be here."""
+        """Ids stay unique: the run's own tensors live as long as the session, and no others are permitted here."""
         return [id(tensor) for optimizer in self.all for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _was_skipped(optimizer: Any) -> bool:
-    """A gradient scaler leaves it to a fused optimizer to skip its step, and lays the reason down as an attribute.
+    """Whether a fused optimizer skipped its step because a gradient scaler has set its attribute `found_inf`.
 
     Reading it waits for the device, as the scaler itself does with any other optimizer.
     """
@@ -114,11 +114,10 @@ def _was_skipped(optimizer: Any) -> bool:
 
 
 class _Watches:
-    """Everything that wants to hear of optimizer steps in this process, behind one hook.
+    """All watches of optimizer steps in this process, behind one hook.
 
-    The hook stays once it is there, and a change replaces the tuple: torch walks its hooks while other threads train,
-    and must not find that their number has changed. Sessions that are no longer referenced drop out by
-    themselves.
+    The hook is never removed, and a change replaces the tuple: torch iterates over its hooks while other threads train,
+    so their number must not change. Sessions that are no longer referenced are removed automatically.
     """
 
     def __init__(self) -> None:

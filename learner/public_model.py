@@ -1,7 +1,7 @@
-"""Follows the public model: what of it is held, what is missing, what to ask for. Pure: no socket, no clock, no thread.
+"""Public model as one process holds it: which fragments are held, which are missing, what to fetch. Pure.
 
-Vectors are replaced, never overwritten, so that whoever got one may keep it. Everything that is missing, for whatever
-reason (a join, a lost chunk, a gap, a reset), is repaired by the same Fetch.
+Vectors are replaced, never overwritten, so a caller may keep one. Everything missing, for whatever reason (a join, a
+lost chunk, a gap, a reset), is repaired by the same Fetch.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from ..common.wire import FETCH_WINDOW, Assembly, Chunked, Keyframe, Update, chu
 from .counters import Counts
 
 GAP_SECONDS = 1.5
-"""A fragment that is behind what a Beat tells, and of whose next version nothing came for so long, has a gap."""
+"""A fragment that is behind the newest Beat, and of whose next version nothing came for this long, has a gap."""
 RETRY_SECONDS = 1.0
-"""A chunk that was asked for is asked for again when nothing came for so long; doubled each time, up to the longest."""
+"""A requested chunk is requested again when nothing came for this long; doubled each time, up to the longest."""
 LONGEST_RETRY_SECONDS = 16.0
 UPDATE_TRIES = 3
-"""An update that was asked for so often in vain is given up for a keyframe."""
+"""After this many requests without result, a keyframe is requested in place of an update."""
 UPDATES_KEPT = 3
-"""Updates of one fragment that are kept while an older one, or a keyframe, is still missing."""
+"""Updates of one fragment that are kept while an older one, or a keyframe, is missing."""
 
 
 @dataclass(frozen=True)
 class PublicFragment:
-    """One fragment of the public model at one version; all who hold the version hold the same bits."""
+    """One fragment of the public model at one version; all processes that hold this version hold the same bits."""
 
     version: int
     vector: Tensor
     """Flat f32 in host memory."""
     digest: str
     contributors: tuple[tuple[str, int, int, int], ...] = ()
-    """(name, incarnation, steps_to, tokens_to) of what was merged into it; empty if it came as a keyframe."""
+    """(name, incarnation, steps_to, tokens_to) of each merged delta; empty if it came as a keyframe."""
 
     def part_of(self, who: tuple[str, int]) -> Counts | None:
-        """The counters up to which that learner's work is in it; None if none of this merge is."""
+        """The counters up to which learner `who` is merged into it; None if it had no part in this merge."""
         marks = (Counts(steps, tokens) for *merged, steps, tokens in self.contributors if tuple(merged) == who)
         return next(marks, None)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Chunks to ask for; the fields of a Fetch."""
+    """Chunks to fetch; the fields of a Fetch."""
 
     what: str
     fragment: int
@@ -57,14 +57,14 @@ class Request:
     chunks: tuple[int, ...]
 
 
-Told = TypeVar("Told", Update, Keyframe)
+Payload = TypeVar("Payload", Update, Keyframe)
 
 
 @dataclass
-class _Incoming(Generic[Told]):
-    """A payload on its way: the first chunk's message tells what it is."""
+class _Incoming(Generic[Payload]):
+    """A payload being received: the message of its first chunk, and the chunks so far."""
 
-    first: Told
+    first: Payload
     assembly: Assembly
 
     @property
@@ -74,26 +74,26 @@ class _Incoming(Generic[Told]):
 
 @dataclass
 class _Track:
-    """What is known of one fragment, or of the static part."""
+    """State of one fragment, or of the static part."""
 
     index: int
     keyframe_bytes: int
     fragment: Fragment | None
     held: PublicFragment | None = None
     latest: int = 0
-    """Newest version heard of."""
+    """Newest known version."""
     wants_keyframe: bool = True
     floor: int = 0
-    """Keyframes below this version are of no use."""
+    """Keyframes below this version are obsolete."""
     keyframe: _Incoming[Keyframe] | None = None
     updates: dict[int, _Incoming[Update]] = field(default_factory=dict)
     """By base version."""
     quiet_since: float = 0.0
-    """When a missing chunk last came, or when it was first noticed that something is missing."""
-    asked: set[int] = field(default_factory=set)
+    """When a missing chunk last came, or when the fragment was first found to be incomplete."""
+    requested: set[int] = field(default_factory=set)
     """Chunks in flight."""
-    asked_at: float = 0.0
-    patience_seconds: float = RETRY_SECONDS
+    requested_at: float = 0.0
+    timeout_seconds: float = RETRY_SECONDS
     tries: int = 0
 
     @property
@@ -101,8 +101,8 @@ class _Track:
         return self.held is None or self.held.version < self.latest
 
     def forget_requests(self) -> None:
-        self.asked.clear()
-        self.patience_seconds, self.tries = RETRY_SECONDS, 0
+        self.requested.clear()
+        self.timeout_seconds, self.tries = RETRY_SECONDS, 0
 
     def want_keyframe(self, floor: int) -> None:
         self.wants_keyframe, self.floor, self.keyframe = True, floor, None
@@ -110,9 +110,9 @@ class _Track:
 
 
 class PublicModel:
-    """The public model as one process holds it, under one epoch. At first nothing is held and all is wanted.
+    """The public model as one process holds it, under one epoch. At first nothing is held and everything is wanted.
 
-    static_bytes: size of the static part that is to be fetched too; 0 = it has none, or is here already.
+    static_bytes: size of the static part, which is then fetched too; 0 = there is none, or it is held already.
     """
 
     def __init__(self, plan: Plan, codec_down: str, epoch: int, static_bytes: int = 0) -> None:
@@ -121,7 +121,7 @@ class PublicModel:
         self._tracks = [_Track(f.index, f.length * 4, f) for f in plan.fragments]
         self._static = _Track(plan.static_index, static_bytes, None, wants_keyframe=bool(static_bytes))
         self._unsettled = {track.index for track in self._all() if track.wants_keyframe}
-        """Of which something is missing; only these are looked through when requests are due."""
+        """Fragments of which something is missing; only these are checked when requests are due."""
 
     # --- what is held ------------------------------------------------------------------------------------------------
     @property
@@ -130,7 +130,7 @@ class PublicModel:
 
     @property
     def complete(self) -> bool:
-        """Every fragment is here (at whatever version), and the static part."""
+        """Every fragment is held, at any version, and so is the static part."""
         return self.static is not None and all(t.held is not None and not t.wants_keyframe for t in self._tracks)
 
     @property
@@ -138,10 +138,10 @@ class PublicModel:
         return any(track.wants_keyframe for track in self._missing())
 
     def fragments(self) -> list[PublicFragment]:
-        """All fragments; to be called when `complete`."""
+        """All held fragments; call it when `complete`."""
         return [track.held for track in self._tracks if track.held is not None]
 
-    # --- what is heard -----------------------------------------------------------------------------------------------
+    # --- current versions --------------------------------------------------------------------------------------------
     def note_versions(self, versions: Sequence[int], now: float) -> None:
         """The current version of each fragment, from a Beat."""
         if len(versions) == len(self._tracks):
@@ -161,14 +161,14 @@ class PublicModel:
             self._unsettled.add(track.index)
 
     def want_all(self) -> None:
-        """Drop what is held and ask for every fragment anew (a reset)."""
+        """Drop everything held and fetch every fragment again (a reset)."""
         for track in self._tracks:
             track.held = None
             track.updates.clear()
             self._want_keyframe(track, track.latest)
 
     def want_final(self, versions: Sequence[int]) -> None:
-        """The run is over: ask for each fragment that is not held at its final version."""
+        """The run is over: fetch each fragment that is not held at its final version."""
         if len(versions) != len(self._tracks):
             return
         for track, version in zip(self._tracks, versions, strict=True):
@@ -177,9 +177,9 @@ class PublicModel:
             if at != version and not (track.wants_keyframe and track.floor == version):
                 self._want_keyframe(track, version)
 
-    # --- what arrives ------------------------------------------------------------------------------------------------
+    # --- received payloads -------------------------------------------------------------------------------------------
     def take_update(self, message: Update, now: float) -> PublicFragment | None:
-        """Take a chunk of an update; the fragment's new public state if it has moved on. Malformed if it cannot be."""
+        """Take a chunk of an update. Returns the fragment's new public state if it changes. Raises Malformed."""
         if message.epoch != self.epoch or message.fragment >= len(self._tracks):
             return None
         track = self._tracks[message.fragment]
@@ -188,7 +188,7 @@ class PublicModel:
             raise Malformed("update", f"codec {message.codec}, version {message.version} on {message.base_version}")
         size = encoded_bytes(self.codec, fragment.length)
         if message.size != size:
-            raise Malformed("size", f"{message.size} bytes where {size} belong")
+            raise Malformed("size", f"{message.size} bytes, expected {size}")
         self._note_version(track, message.version, now)
         if track.held is not None and message.base_version < track.held.version:
             return None
@@ -196,39 +196,39 @@ class PublicModel:
         if incoming is None or not _same(incoming.first, message):
             incoming = track.updates[message.base_version] = _Incoming(message, Assembly(size))
             if track.keyframe is not None and len(track.updates) > UPDATES_KEPT:
-                self._carry(track, track.keyframe, message.base_version)
+                self._advance_keyframe(track, track.keyframe, message.base_version)
             for base in sorted(track.updates)[:-UPDATES_KEPT]:
                 del track.updates[base]
-        self._came(track, message, now, of_request=not track.wants_keyframe)
+        self._note_chunk(track, message, now, of_request=not track.wants_keyframe)
         incoming.assembly.add(message)
         return self._advance(track, now)
 
     def take_keyframe(self, message: Keyframe, now: float) -> PublicFragment | None:
-        """Take a chunk of a keyframe that is wanted; the fragment's new public state when it is complete."""
+        """Take a chunk of a wanted keyframe. Returns the fragment's new public state once it is complete."""
         if message.epoch != self.epoch or message.fragment > len(self._tracks):
             return None
         track = self._tracks[message.fragment] if message.fragment < len(self._tracks) else self._static
         if not track.wants_keyframe or message.version < track.floor:
             return None
         if message.size != track.keyframe_bytes:
-            raise Malformed("size", f"{message.size} bytes where {track.keyframe_bytes} belong")
+            raise Malformed("size", f"{message.size} bytes, expected {track.keyframe_bytes}")
         incoming = track.keyframe
         if incoming is not None:
-            self._carry(track, incoming, message.version)
+            self._advance_keyframe(track, incoming, message.version)
             if message.version < incoming.first.version:
                 return None
         if incoming is None or not _same(incoming.first, message):
             incoming = track.keyframe = _Incoming(message, Assembly(message.size))
-        self._came(track, message, now, of_request=True)
+        self._note_chunk(track, message, now, of_request=True)
         if not incoming.assembly.add(message):
             return None
-        return self._take_whole(track, incoming, now)
+        return self._finish_keyframe(track, incoming, now)
 
-    def _carry(self, track: _Track, keyframe: _Incoming[Keyframe], to_version: int) -> None:
-        """Move on, by the updates that are here, what has come of a keyframe, so that the rest of it may be newer.
+    def _advance_keyframe(self, track: _Track, keyframe: _Incoming[Keyframe], to_version: int) -> None:
+        """Apply the complete updates to a partly received keyframe, so that its remaining chunks may be newer.
 
-        Otherwise no keyframe would ever be complete where a fragment is merged more often than it can be fetched. The
-        codec's blocks do not depend on one another, so that what has not come yet may hold anything meanwhile.
+        Otherwise no keyframe would ever be complete if a fragment is merged faster than it can be fetched. The codec's
+        blocks are independent, so chunks that are still missing may hold any values meanwhile.
         """
         while keyframe.first.version < to_version and track.fragment is not None:
             update = track.updates.get(keyframe.first.version)
@@ -239,12 +239,12 @@ class PublicModel:
             values.copy_(apply_step(self.codec, values, update.assembly.payload))
             keyframe.first = replace(keyframe.first, version=update.first.version, digest=update.first.digest)
 
-    def _take_whole(self, track: _Track, incoming: _Incoming[Keyframe], now: float) -> PublicFragment | None:
-        content, told = incoming.assembly.payload, incoming.first
+    def _finish_keyframe(self, track: _Track, incoming: _Incoming[Keyframe], now: float) -> PublicFragment | None:
+        content, first = incoming.assembly.payload, incoming.first
         track.keyframe = None
-        if digest(content) != told.digest:
+        if digest(content) != first.digest:
             track.forget_requests()
-            raise Malformed("digest", f"keyframe {told.version} of fragment {track.index}")
+            raise Malformed("digest", f"keyframe {first.version} of fragment {track.index}")
         if track.fragment is None:
             self.static = bytes(content)
             track.wants_keyframe = False
@@ -252,23 +252,23 @@ class PublicModel:
         vector = torch.frombuffer(content, dtype=torch.float32)
         if not torch.isfinite(vector).all():
             track.forget_requests()
-            raise Malformed("nonfinite", f"keyframe {told.version} of fragment {track.index}")
+            raise Malformed("nonfinite", f"keyframe {first.version} of fragment {track.index}")
         track.wants_keyframe = False
         track.forget_requests()
-        track.held = PublicFragment(told.version, vector, told.digest)
-        track.latest = max(track.latest, told.version)
+        track.held = PublicFragment(first.version, vector, first.digest)
+        track.latest = max(track.latest, first.version)
         track.quiet_since = now
         return self._advance(track, now) or track.held
 
-    def _came(self, track: _Track, message: Chunked, now: float, *, of_request: bool) -> None:
-        if of_request and message.chunk in track.asked:
-            track.asked.discard(message.chunk)
-            waited = now - max(track.quiet_since, track.asked_at)
-            track.patience_seconds = min(LONGEST_RETRY_SECONDS, max(RETRY_SECONDS, 2 * waited))
+    def _note_chunk(self, track: _Track, message: Chunked, now: float, *, of_request: bool) -> None:
+        if of_request and message.chunk in track.requested:
+            track.requested.discard(message.chunk)
+            waited = now - max(track.quiet_since, track.requested_at)
+            track.timeout_seconds = min(LONGEST_RETRY_SECONDS, max(RETRY_SECONDS, 2 * waited))
         track.quiet_since = now
 
     def _advance(self, track: _Track, now: float) -> PublicFragment | None:
-        """Apply what is complete and fits on what is held; the newest state if there was any."""
+        """Apply the complete updates that follow the held version. Returns the newest state if there were any."""
         moved: PublicFragment | None = None
         while track.held is not None and not track.wants_keyframe:
             incoming = track.updates.get(track.held.version)
@@ -295,37 +295,37 @@ class PublicModel:
         track.held = PublicFragment(update.version, vector, update.digest, update.contributors)
         return track.held
 
-    # --- what to ask for ---------------------------------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------------------------------
     def requests(self, now: float) -> Iterator[Request]:
-        """What to ask for now, within the window of chunks that may be in flight. Each is to be sent at once."""
+        """The chunks to fetch now, within the window of chunks that may be in flight. Send each at once."""
         missing_of = self._missing()
         for track in missing_of:
             self._expire(track, now)
-        room = FETCH_WINDOW - sum(len(track.asked) for track in missing_of)
+        room = FETCH_WINDOW - sum(len(track.requested) for track in missing_of)
         for track in missing_of:
             if room <= 0:
                 return
             what, version, missing = self._lacking(track, now)
-            chunks = tuple(sorted(missing - track.asked)[:room])
+            chunks = tuple(sorted(missing - track.requested)[:room])
             if chunks:
                 room -= len(chunks)
-                track.asked.update(chunks)
-                track.asked_at = now
+                track.requested.update(chunks)
+                track.requested_at = now
                 if track.keyframe is None:
                     track.floor = max(track.floor, version)
                 yield Request(what, track.index, version, chunks)
 
     def _expire(self, track: _Track, now: float) -> None:
-        if track.asked and now - max(track.asked_at, track.quiet_since) >= track.patience_seconds:
-            track.asked.clear()
-            track.patience_seconds = min(LONGEST_RETRY_SECONDS, 2 * track.patience_seconds)
+        if track.requested and now - max(track.requested_at, track.quiet_since) >= track.timeout_seconds:
+            track.requested.clear()
+            track.timeout_seconds = min(LONGEST_RETRY_SECONDS, 2 * track.timeout_seconds)
             track.tries += 1
 
     def _lacking(self, track: _Track, now: float) -> tuple[str, int, set[int]]:
-        """(what, version, chunks) to ask for; no chunks where nothing is missing or it may still come by itself."""
+        """(what, version, chunks) to fetch; no chunks if nothing is missing or it may still come unrequested."""
         held = track.held
         if not track.wants_keyframe and held is not None and track.behind:
-            if not track.asked and now - track.quiet_since < GAP_SECONDS:
+            if not track.requested and now - track.quiet_since < GAP_SECONDS:
                 return "update", track.latest, set()
             if held.version + 1 == track.latest and track.tries < UPDATE_TRIES:
                 incoming = track.updates.get(held.version)
@@ -344,7 +344,7 @@ class PublicModel:
         self._unsettled.add(track.index)
 
     def _missing(self) -> list[_Track]:
-        """Tracks of which something is missing, in order."""
+        """Tracks of which something is missing, in order of the fragments."""
         tracks = [self._tracks[p] if p < len(self._tracks) else self._static for p in sorted(self._unsettled)]
         settled = {t.index for t in tracks if not t.wants_keyframe and (t.held is None or not t.behind)}
         self._unsettled -= settled

@@ -1,4 +1,4 @@
-"""A learner's own copy of the model: fragments are copied out of it and written into it, always in place."""
+"""Replica of the model in one learner: fragments are captured from it and written into it, always in place."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ R = TypeVar("R")
 
 
 def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: what `function` makes and writes are ordinary tensors, also where the training script calls it inside
-    torch.inference_mode(). What is made there could be written nowhere else, not even by the link's thread.
+    """Decorator: `function` makes and writes ordinary tensors, even if the training script calls it inside
+    torch.inference_mode(). Tensors made there cannot be written anywhere else, not even by the network thread.
     """
 
     @wraps(function)
@@ -43,14 +43,14 @@ def views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
 
 
 def close_holes(fragment: Fragment, flat: Tensor) -> None:
-    """Zero what lies between the tensors of a flat vector (a buffer that is used again may hold anything there)."""
+    """Zero the gaps between the tensors of a flat vector; a reused buffer may hold any values there."""
     ends = [slot.offset for slot in fragment.slots[1:]] + [fragment.length]
     for slot, end in zip(fragment.slots, ends, strict=True):
         flat[slot.stop : end].zero_()
 
 
 def anchor(fragment: Fragment, public: Tensor) -> Tensor:
-    """The public vector through the parameters' dtypes: what a model holds after it adopted `public`."""
+    """The public vector, cast through the parameters' dtypes: what a model holds after it adopted `public`."""
     if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
         return public
     out = public.clone()
@@ -60,17 +60,18 @@ def anchor(fragment: Fragment, public: Tensor) -> Tensor:
 
 
 def cuda_event(device: torch.device) -> torch.cuda.Event:
-    """An event behind all that this thread has queued on `device` so far."""
+    """An event after everything that this thread has queued on `device` so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 class Replica:
-    """The tensors of one model, reached by the fragments of `plan`.
+    """The tensors of one model, addressed by the fragments of `plan`.
 
-    Only the thread that trains may call what reads or writes the model. With masters (bf16 parameters that follow f32
-    tensors of the optimizer) fragments are made of the masters; the parameters follow when a fragment is adopted.
+    Only the training thread may call methods that read or write the model. With masters (bf16 parameters that follow
+    f32 tensors of the optimizer), fragments consist of the masters; the parameters are updated
+    when a fragment is adopted.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, masters: Mapping[str, Tensor] | None = None) -> None:
@@ -79,18 +80,18 @@ class Replica:
         self._made_in_inference = any(entry.tensor.is_inference() for entry in self._entries.values())
 
     def all_entries(self) -> list[Entry]:
-        """Trained and static ones, in the model's order."""
+        """Trained and static tensors, in the model's order."""
         return list(self._entries.values())
 
     def entries(self, fragment: Fragment) -> list[Entry]:
         return [self._entries[slot.tensor.name] for slot in fragment.slots]
 
     def source(self, name: str) -> Tensor:
-        """What holds the training state of the tensor of this name."""
+        """The tensor that holds the training state of `name`: its master, if it has one."""
         return self._entries[name].source.detach()
 
     def sources(self, fragment: Fragment) -> list[Tensor]:
-        """The tensors that hold the fragment's training state: masters where there are some."""
+        """The tensors that hold the fragment's training state: masters, if there are any."""
         return [entry.source.detach() for entry in self.entries(fragment)]
 
     @cached_property
@@ -104,7 +105,7 @@ class Replica:
 
     @torch.no_grad()
     def capture(self, fragment: Fragment, out: Tensor) -> tuple[torch.cuda.Event, ...]:
-        """Copy the fragment into the host buffer `out` (flat f32; its holes are left as they are).
+        """Copy the fragment into the host buffer `out` (flat f32; its holes are not written).
 
         On a CUDA device the copy is only queued, ahead of the next inner step: wait for the returned events, in
         another thread, before reading `out`.
@@ -114,7 +115,7 @@ class Replica:
         return tuple(cuda_event(device) for device in {source.device for source in sources if source.is_cuda})
 
     def vector(self, fragment: Fragment) -> Tensor:
-        """The fragment as it is now, as a new flat f32 vector in host memory, holes zero. Waits for the device."""
+        """The fragment's current values as a new flat f32 host vector, holes zero. Waits for the device."""
         out = torch.zeros(fragment.length, dtype=torch.float32, device="cpu")
         with torch.no_grad():
             torch._foreach_copy_(views(fragment, out), self.sources(fragment))
@@ -123,12 +124,12 @@ class Replica:
     # --- into the model ----------------------------------------------------------------------------------------------
     @torch.no_grad()
     def overwrite(self, fragment: Fragment, public: Tensor) -> None:
-        """theta <- Theta (the paper's rule). `public` must not be written again."""
+        """theta <- Theta, the rule of arXiv 2604.21428. `public` must not be written again."""
         self._write(fragment, views(fragment, public))
 
     @torch.no_grad()
     def rebase(self, fragment: Fragment, public: Tensor, captured: Tensor) -> None:
-        """theta <- Theta + (theta - theta at the capture): a contributor keeps what it did since."""
+        """theta <- Theta + (theta - theta at the capture): a contributor keeps its progress since."""
         values = []
         for new, old, now in zip(
             views(fragment, public), views(fragment, captured), self.sources(fragment), strict=True
@@ -139,7 +140,7 @@ class Replica:
 
     @torch.no_grad()
     def mix(self, fragment: Fragment, public: Tensor, alpha: float) -> None:
-        """theta <- alpha theta + (1 - alpha) Theta (paper D.1; Streaming DiLoCo's blend)."""
+        """theta <- alpha theta + (1 - alpha) Theta (arXiv 2604.21428, D.1; Streaming DiLoCo's blend)."""
         values = [
             now.float() * alpha + new.to(now.device, non_blocking=self.on_cuda) * (1 - alpha)
             for new, now in zip(views(fragment, public), self.sources(fragment), strict=True)
@@ -156,12 +157,12 @@ class Replica:
                 torch._foreach_copy_([entry.tensor.detach() for entry in followers], sources)
 
     def _writable(self) -> AbstractContextManager[object]:
-        """What of the model was made in torch.inference_mode() can only be written there."""
+        """Tensors that were made in torch.inference_mode() can only be written there."""
         return torch.inference_mode() if self._made_in_inference else nullcontext()
 
-    # --- what never changes ------------------------------------------------------------------------------------------
+    # --- static tensors ----------------------------------------------------------------------------------------------
     def static_bytes(self) -> bytes:
-        """Frozen parameters and persistent buffers, their bytes (little endian) one after the other in layout order."""
+        """Frozen parameters and persistent buffers, their bytes (little endian) concatenated in layout order."""
         parts = [self._entries[spec.name].tensor.detach().cpu() for spec in self.plan.layout.static if spec.numel]
         return b"".join(part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts)
 
@@ -172,7 +173,7 @@ class Replica:
     @torch.no_grad()
     def load_static(self, content: bytes | memoryview, keep: Collection[str] = ()) -> list[str]:
         """Write the static part into the model, except for the names in `keep`. Returns the names of the tensors that
-        held other values before. Malformed, and nothing is written, if the content is not of the right size.
+        held other values before. Raises Malformed, and writes nothing, if the content has the wrong size.
         """
         if len(content) != self.plan.layout.static_bytes:
             raise Malformed("size", f"{len(content)} bytes of static values, not {self.plan.layout.static_bytes}")
@@ -198,7 +199,7 @@ class Replica:
     @outside_inference_mode
     @torch.no_grad()
     def put_back(self, kept: Sequence[Tensor]) -> None:
-        """The parameters as `keep_parameters` found them, bit for bit."""
+        """Restore the parameters that `keep_parameters` copied, bit for bit."""
         with self._writable():
             for entry, values in zip(self._trainable(), kept, strict=True):
                 entry.tensor.copy_(values)
@@ -206,14 +207,14 @@ class Replica:
     @outside_inference_mode
     @torch.no_grad()
     def show(self, vectors: Sequence[Tensor]) -> None:
-        """Write all public fragments into the parameters, and not into masters: for looking, not for training."""
+        """Write all public fragments into the parameters, not into masters: for evaluation, not for training."""
         with self._writable():
             for fragment, vector in zip(self.plan.fragments, vectors, strict=True):
                 for entry, view in zip(self.entries(fragment), views(fragment, vector), strict=True):
                     entry.tensor.copy_(view)
 
     def save(self, path: Path) -> None:
-        """All tensors as a safetensors file; a tied tensor stands under its first name, the metadata has the others."""
+        """All tensors as a safetensors file; a tied tensor has its first name, and the metadata has the others."""
         tensors = {e.name: e.source.detach().cpu().contiguous().clone() for e in self._entries.values()}
         tied = {name: e.name for e in self._entries.values() for name in e.names[1:]}
         save_file(tensors, path, metadata={"format": "pt", **tied})

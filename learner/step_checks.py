@@ -74,7 +74,7 @@ class StepChecks:
             raise SettingError(problem)
         stepped, self.optimizers.stepped = self.optimizers.stepped or not self.optimizers.watches, False
         counted = self._counter.called(tokens, stepped=stepped)
-        for event, sentence in self._counter.sentences():
+        for event, sentence in self._counter.warnings():
             self._warn(event, sentence)
         if counted is not None:
             self._inner_step()

@@ -1,4 +1,4 @@
-"""Inner steps, counted by what was done: an optimizer step makes one, and a call without any does not. Pure."""
+"""Step counter: a session call counts as an inner step only if an optimizer step was made before it. Pure."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import torch
 from torch import Tensor
 
 TRUSTED_CALLS = 64
-"""After so many calls without an optimizer step that torch tells of (or before the first), values are looked at."""
+"""After this many calls without an optimizer step reported by torch (or before the first), values are compared."""
 WINDOW_CALLS = 32
-"""In so many calls"""
+"""Calls in a window."""
 UNSTEPPED_CALLS = 8
-"""so many without an optimizer step are worth a sentence,"""
+"""Calls without an optimizer step, in one window, that cause a warning."""
 EMPTY_STEPS = 8
-"""and so are so many steps in a row on no tokens."""
+"""Steps in a row on no tokens that cause a warning."""
 SAMPLED_TENSORS, SAMPLED_ELEMENTS = 8, 16
 _version = attrgetter("_version")
 
 
 class StepCounter:
-    """Tokens on their way into an inner step. They are booked with the optimizer step that learns from them."""
+    """Counts tokens with the optimizer step that learns from them."""
 
     def __init__(self, sources: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """sources: what optimizers step. parameters: where gradients may lie, with masters the model's own as well."""
+        """sources: tensors that optimizers step. parameters: tensors that may have gradients; with masters, both."""
         self.pending_tokens = 0
-        """Of calls since the last optimizer step whose gradients are still there."""
+        """Tokens of calls since the last optimizer step whose gradients are still there."""
         self._parameters = parameters
         self._sampled = _spread(sources)
         self._sample: Tensor | None = self._take_sample()
         self._writable = [source for source in sources if not source.is_inference()]
         self._writes: int | None = self._count_writes()
-        """Of the time of the last call, where that was no step that torch tells of; else nothing need be counted."""
+        """In-place writes as of the last call; None after a step that torch reported."""
         self._written = False
-        """A step was made by hand before others wrote into the model."""
+        """A manual step was made before other weights were written into the model."""
         self._since_seen = TRUSTED_CALLS
-        """Calls since an optimizer step was seen; at first, none ever was."""
+        """Calls since an optimizer step was seen; initially none has been."""
         self._moving = 0
-        """Calls in a row after which the values had changed, though no optimizer step was seen."""
+        """Calls in a row after which the values had changed although no optimizer step was seen."""
         self._calls = self._unstepped = self._without_gradients = self._empty = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def called(self, tokens: int, *, stepped: bool) -> int | None:
-        """A session call on so many tokens; the tokens of the inner step that has ended, None if none has."""
+        """A session call on `tokens` tokens. Returns the tokens of the inner step that has ended; None if none has."""
         written, self._written = self._was_written(), False
         self._writes = None if stepped else 0
         self._since_seen = 0 if stepped or written else self._since_seen + 1
         self._note_window()
         if stepped or written or self._moved():
-            booked, self.pending_tokens = self.pending_tokens + tokens, 0
-            self._empty = self._empty + 1 if not booked else 0
-            return booked
+            counted, self.pending_tokens = self.pending_tokens + tokens, 0
+            self._empty = self._empty + 1 if not counted else 0
+            return counted
         self._unstepped += 1
         if gradients_live(self._parameters):
             self.pending_tokens += tokens
@@ -63,27 +63,27 @@ class StepCounter:
         return None
 
     def left(self) -> None:
-        """The call ends, and the model holds what was adopted."""
+        """The call ends; adoptions are written."""
         if self._writes is not None:
             self._writes = self._count_writes()
         self._sample = self._take_sample() if self._watches_values() else None
 
     def before_swap(self) -> None:
-        """Other weights are about to be written into the model, and the own ones back."""
+        """Other weights are about to be written into the model for a while."""
         self._written = self._was_written()
 
     def after_swap(self) -> None:
-        """They were."""
+        """The learner's own weights are back."""
         if self._writes is not None:
             self._writes = self._count_writes()
 
-    def sentences(self) -> list[tuple[str, str]]:
-        """(event, sentence) for what is to be said now, each once."""
+    def warnings(self) -> list[tuple[str, str]]:
+        """(event, sentence) of the warnings to log now, each once."""
         if self._unstepped < UNSTEPPED_CALLS and self._empty < EMPTY_STEPS:
             return []
-        return list(self._to_say())
+        return list(self._due_warnings())
 
-    def _to_say(self) -> Iterable[tuple[str, str]]:
+    def _due_warnings(self) -> Iterable[tuple[str, str]]:
         if self._unstepped >= UNSTEPPED_CALLS:
             skipped = 2 * self._without_gradients >= self._unstepped
             event = "steps_skipped" if skipped else "calls_without_step"
@@ -92,8 +92,8 @@ class StepCounter:
             yield from self._once("no_tokens", _EMPTY.format(self._empty))
 
     def _once(self, event: str, sentence: str) -> Iterable[tuple[str, str]]:
-        if event not in self._said:
-            self._said.add(event)
+        if event not in self._warned:
+            self._warned.add(event)
             yield event, sentence
 
     def _note_window(self) -> None:
@@ -101,12 +101,13 @@ class StepCounter:
             self._calls = self._unstepped = self._without_gradients = 0
         self._calls += 1
 
-    # --- steps that no hook tells of ---------------------------------------------------------------------------------
+    # --- steps that no hook reports ----------------------------------------------------------------------------------
     def _was_written(self) -> bool:
-        """Whether tensors were written in place since the last call, which torch counts; nothing waits for the device.
+        """Whether tensors were written in place since the last call. Torch counts writes, so this does not wait for the
+        device.
 
-        That is how a step shows whose hooks were taken away (torch.compile does in some versions of torch), or that was
-        written by hand, however few of the values it moved.
+        It detects a step whose hooks were removed (torch.compile does so in some versions of torch) and a manual step,
+        however few values it changed.
         """
         return self._written or (self._writes is not None and self._writes != self._count_writes())
 
@@ -117,9 +118,9 @@ class StepCounter:
         return self._since_seen >= TRUSTED_CALLS and self._moving < WINDOW_CALLS
 
     def _moved(self) -> bool:
-        """Whether the model has changed all the same: through `.data`, by a replayed graph.
+        """Whether the model has changed without a counted write: through `.data`, or by a replayed graph.
 
-        Once that was so many times in a row, each call is taken for a step: to look at values waits for the device.
+        Once it has changed WINDOW_CALLS times in a row, each call counts as a step: comparing waits for the device.
         """
         if not self._since_seen:
             self._moving = 0
@@ -137,7 +138,7 @@ class StepCounter:
 
 
 def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """How to read some elements of some of the tensors."""
+    """Functions that read some elements of some of the tensors."""
     full = [source for source in sources if source.numel()]
     some = full[:: max(1, -(-len(full) // SAMPLED_TENSORS))]
 
@@ -151,9 +152,9 @@ def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
 
 
 def gradients_live(parameters: Iterable[Tensor]) -> bool:
-    """Whether there are gradients, all of them finite and not all zero: what a later optimizer step may learn from.
+    """Whether there are gradients, all finite and not all zero, from which a later optimizer step may learn.
 
-    Waits for each device once, however many parameters it holds.
+    Waits once for each device.
     """
     largest: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -173,12 +174,12 @@ def _largest(gradient: Tensor) -> Tensor:
 
 _SKIPPED = (
     "{0} of the last {1} calls of session.step() had no optimizer step before them and no usable gradients (a gradient "
-    "scaler skipped the step, or it was not made): they count for nothing and their tokens are not merged; lower the "
+    "scaler skipped the step, or it was not made): they are not counted and their tokens are not merged; lower the "
     "loss scale, or train in bf16"
 )
 _MICRO = (
     "{0} of the last {1} calls of session.step() had no optimizer step before them: they are not counted as steps, and "
-    "their tokens are booked with the next one; call session.step() once for each optimizer step, with the tokens of "
+    "their tokens are counted with the next step; call session.step() once for each optimizer step, with the tokens of "
     "all its micro-batches"
 )
 _EMPTY = (

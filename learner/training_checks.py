@@ -1,5 +1,5 @@
-"""Watches of the training thread: is the loss finite, does the optimizer keep what was adopted, do 16-bit parameters
-move at all, does the learning rate follow the run?
+"""Training checks: is the loss finite, does the optimizer keep adopted values, do 16-bit parameters move at all, does
+the learning rate follow the run?
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .model_layout import Optimizers, as_list
 from .replica import cuda_event
 
 SAMPLE = 1024
-"""Elements of a fragment's largest tensor that the check of adoption looks at."""
+"""Elements of a tensor that the checks compare."""
 PENDING_LOSSES = 4
 
 
 class LossWatch:
-    """The newest loss that is known. A loss on an accelerator is looked at when it has arrived, without waiting."""
+    """The newest known loss. A loss on an accelerator is read once its copy has arrived, without waiting."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -32,19 +32,19 @@ class LossWatch:
         self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def take(self, loss: float | Tensor | None) -> bool:
-        """Note a loss; False if this one, or an earlier one that has arrived meanwhile, is not finite."""
-        fine = self._arrived()
+        """Take a loss. Returns False if it, or an earlier one that has arrived meanwhile, is not finite."""
+        finite = self._arrived()
         if isinstance(loss, Tensor):
             if loss.numel() != 1 or loss.is_complex():
                 raise SettingError(f"loss must be one number, not a {loss.dtype} tensor of shape {list(loss.shape)}")
             loss = loss.detach().reshape(())
             if loss.is_cuda:
-                self._send_for(loss)
-                return fine
-        return fine if loss is None else self._note(_number(loss)) and fine
+                self._copy_to_host(loss)
+                return finite
+        return finite if loss is None else self._note(_number(loss)) and finite
 
     def forget_pending(self) -> None:
-        """Losses that have not arrived belong to a model that is gone."""
+        """Drop losses that have not arrived: they belong to a model that was reset."""
         self._pending.clear()
 
     def _note(self, value: float) -> bool:
@@ -52,7 +52,7 @@ class LossWatch:
             self.value = value
         return math.isfinite(value)
 
-    def _send_for(self, loss: Tensor) -> None:
+    def _copy_to_host(self, loss: Tensor) -> None:
         if len(self._pending) < PENDING_LOSSES:
             host = torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=True)
             host.copy_(loss, non_blocking=True)
@@ -60,14 +60,14 @@ class LossWatch:
             self._pending.append((event, host))
 
     def _arrived(self) -> bool:
-        fine = True
+        finite = True
         while self._pending and self._pending[0][0].query():  # type: ignore[no-untyped-call]
-            fine &= self._note(float(self._pending.popleft()[1]))
-        return fine
+            finite &= self._note(float(self._pending.popleft()[1]))
+        return finite
 
 
 def _number(loss: float | Tensor) -> float:
-    """A loss of any numeric type as a float; one beyond all floats is not finite."""
+    """A loss of any numeric type as a float; infinity beyond the range of floats."""
     try:
         return float(loss)
     except OverflowError:
@@ -77,18 +77,18 @@ def _number(loss: float | Tensor) -> float:
 
 
 class AdoptionCheck:
-    """Does the model still hold what was adopted, one step later, or did something write its own values back?
+    """Does the model still hold the adopted values one step later, or has something restored the old ones?
 
-    An optimizer with hidden masters, or a wrapper that gathers parameters from elsewhere, undoes every adoption
-    without a word. Where an adoption moved the model by far more than an inner step does, one step later the values lie
-    near what was adopted, or near what was there before. Where it did not, this adoption tells nothing.
+    An optimizer with hidden masters, or a wrapper that gathers parameters from elsewhere, silently undoes every
+    adoption. If an adoption moved the model by far more than an inner step does, then one step later the values are
+    close either to the adopted ones or to the old ones. If it did not, the check is inconclusive.
     """
 
     CLEAR = 10.0
-    """The adoption must have moved the sample by so many inner steps."""
+    """The adoption must have moved the sample by this many inner steps."""
 
     def __init__(self, tensor: Tensor) -> None:
-        """tensor: where the training state of some fragment is, before it is adopted."""
+        """tensor: holds training state of a fragment that is not adopted yet."""
         self._tensor = tensor
         count = min(SAMPLE, tensor.numel())
         steps = torch.arange(count, dtype=torch.int64, device=tensor.device)
@@ -103,7 +103,9 @@ class AdoptionCheck:
         self._after = self._sample()
 
     def stepped(self) -> bool | None:
-        """After each inner step: True = it stuck (or nothing can be said), False = it was undone, None = ask again."""
+        """After each inner step. True: the adoption held, or the check is inconclusive. False: it was undone. None:
+        call again after the next step.
+        """
         if self._after is None:
             return True
         if self._next is None:
@@ -120,7 +122,7 @@ class AdoptionCheck:
 
 
 @dataclass
-class _Still:
+class _Unmoved:
     """A 16-bit parameter that has not moved so far."""
 
     name: str
@@ -130,19 +132,19 @@ class _Still:
 
 
 class LowPrecisionCheck:
-    """Do parameters of 16 bits move, where nothing of more bits collects their steps?
+    """Do 16-bit parameters move, if no tensor of more bits accumulates their steps?
 
-    A step that is smaller than half the distance between two numbers of the dtype changes nothing, however often it is
-    made. What adoptions write does not count, nor do steps while the learning rate rises: they may still grow.
+    A step smaller than half the distance between two numbers of the dtype changes nothing, however often it is made.
+    Writes of adoptions do not count, nor do steps while the learning rate rises, since they may still grow.
     """
 
     STEPS = 32
     LOOKS = 32
-    """Gradients are looked at after so many optimizer steps at the most: what has had none by then is left alone."""
+    """Most optimizer steps at which gradients are examined; a parameter that had none by then is not reported."""
 
     def __init__(self, tensors: Sequence[tuple[str, Tensor, int]]) -> None:
-        """tensors: (name, parameter, fragment) of those that are stepped in 16 bits."""
-        self._suspects = [_Still(name, tensor, fragment, _sample_of(tensor)) for name, tensor, fragment in tensors]
+        """tensors: (name, parameter, fragment) of the parameters that are stepped in 16 bits."""
+        self._suspects = [_Unmoved(name, tensor, fragment, _sample_of(tensor)) for name, tensor, fragment in tensors]
         self._of = len(self._suspects)
         self._steps = self._looks = 0
         self._rate: float | None = None
@@ -161,7 +163,7 @@ class LowPrecisionCheck:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to find out, and nothing is looked at any more."""
+        """The check is complete."""
         return not self._suspects
 
     @property
@@ -170,9 +172,9 @@ class LowPrecisionCheck:
         return not self.over and self._steps < self.STEPS
 
     def stepped(self, rate: float | None) -> bool:
-        """After each inner step: True once, when it is time to look at the gradients of what has not moved.
+        """After each inner step. Returns True once, when the gradients of the unmoved parameters are to be examined.
 
-        rate: the learning rate of this step, where it is known without waiting.
+        rate: the learning rate of this step, if it is known without waiting.
         """
         if not self.wants_rate:
             return False
@@ -183,7 +185,7 @@ class LowPrecisionCheck:
         return self._steps == self.STEPS and bool(self._suspects)
 
     def verdict(self, optimizer: torch.optim.Optimizer) -> str:
-        """Right after a step of `optimizer`, while its gradients are there: a sentence on what has not moved, or ''."""
+        """Call right after a step of `optimizer`, while its gradients exist. Returns a warning, or ''."""
         self._looks += 1
         pushed = {
             id(tensor): tensor.grad
@@ -218,7 +220,7 @@ def _sample_of(tensor: Tensor) -> Tensor:
 
 
 class LearningRateCheck:
-    """Does the learning rate of a learner that joined in mid-run fall by its own steps instead of the run's?"""
+    """Does the learning rate of a learner that joined in mid-run follow its own steps instead of the run's?"""
 
     FALLS = 8
 
@@ -227,7 +229,7 @@ class LearningRateCheck:
         self._falls = 0
 
     def stepped(self, rate: float | None) -> bool:
-        """After each inner step, as long as the run's progress was never asked for: True once it is to be said."""
+        """After each inner step, as long as the run's progress was never read. Returns True when a warning is due."""
         if rate is not None and self._last is not None and rate < self._last:
             self._falls += 1
         self._last = rate
@@ -235,7 +237,7 @@ class LearningRateCheck:
 
 
 def rate_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
-    """The learning rates of all groups, added up; None where one lies on a device and would have to be waited for."""
+    """Sum of the learning rates of all groups; None if one is on a device, so that reading it would wait."""
     total = 0.0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -247,13 +249,13 @@ def rate_of(optimizers: Sequence[torch.optim.Optimizer]) -> float | None:
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-    """Tensor -> what the optimizer keeps for it; empty before its first step, and for kinds that have no `state`."""
+    """Tensor -> its optimizer state; empty before the first step, and for optimizers without `state`."""
     return getattr(optimizer, "state", {})
 
 
 @torch.no_grad()
 def heal_moments(optimizer: Optimizers) -> int:
-    """Zero every tensor of optimizer state that is not finite: kept, it would undo a reset at once. How many."""
+    """Zero every optimizer state tensor that is not finite, since it would undo a reset. Returns how many."""
     healed = 0
     for each in as_list(optimizer):
         for state in moments_of(each).values():

@@ -232,13 +232,13 @@ def test_a_learner_that_must_wait_asks_again_until_it_is_welcome(broker: str, sy
 
 def test_a_refusal_is_raised_with_the_syncers_reason(broker: str, syncer: ScriptedSyncer) -> None:
     syncer.verdict = lambda _: {"verdict": "refused", "reason": "you lack wide [9]"}
-    with pytest.raises(Refused, match=r"run r does not take me: you lack wide \[9\]"):
+    with pytest.raises(Refused, match=r"run r rejects me: you lack wide \[9\]"):
         trainer(broker)
 
 
 def test_a_plan_that_both_sides_cut_differently_is_refused(broker: str, syncer: ScriptedSyncer) -> None:
     syncer.verdict = lambda _: {"verdict": "welcome", "plan_digest": "0" * 64}
-    with pytest.raises(Refused, match="cuts the model into 2 fragments otherwise"):
+    with pytest.raises(Refused, match="splits the model into 2 fragments differently"):
         trainer(broker)
 
 

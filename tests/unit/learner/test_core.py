@@ -160,7 +160,7 @@ def test_a_learner_in_training_never_gives_version_0_of_a_run_that_begins_anew(j
     joined.hear(beat(epoch=2, versions=()), 101.0)
     joined.welcome(101.1, epoch=2, verdict="seed")
     assert isinstance(joined.mailbox.failure, Refused)
-    assert "anew" in str(joined.mailbox.failure)
+    assert "starts again from version 0" in str(joined.mailbox.failure)
 
 
 def test_a_learner_whose_name_another_one_has_meanwhile_is_told_so(joined: Talk) -> None:
