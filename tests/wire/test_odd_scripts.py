@@ -358,7 +358,9 @@ def test_a_join_whose_thread_dies_says_so_at_once(broker: str) -> None:
 
     waiting = threading.Thread(target=work, daemon=True)
     waiting.start()
-    links = wait_for(lambda: [t for t in threading.enumerate() if t.name == "diloco-link-early"], "its link is up")
+    links = wait_for(
+        lambda: [t for t in threading.enumerate() if t.name == "diloco-link-early" and t.ident], "its link is up"
+    )
     die(links[0], SystemExit)
     waiting.join(10)
     assert "the link of early to" in str(raised[0])
