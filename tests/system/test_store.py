@@ -48,7 +48,7 @@ def test_it_can_be_stopped_and_started_again_at_the_same_port(tmp_path: Path) ->
     store = EmbeddedStore(tmp_path)
     store.start()
     url = store.url
-    with pytest.raises(DilocoError, match="already runs"):
+    with pytest.raises(DilocoError, match="already running"):
         store.start()
     store.stop()
     store.start()
