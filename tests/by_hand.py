@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from house import MODEL, TEXT, Process
+from run import MODEL, TEXT, Process
 
 SCHEDULE = ["--sync-every", "4", "--fragments", "2", "--overlap", "1"]
 

@@ -17,7 +17,7 @@ from decoupled_diloco.common.wire import Message, Plane, Welcome, beat_topic, en
 from decoupled_diloco.learner.identity import identify, layout_to_send
 from decoupled_diloco.learner.model_layout import inventory
 from decoupled_diloco.learner.task.transformer import Transformer
-from house import FOR_EVER, Process, resident_mib
+from run import FOR_EVER, Process, resident_mib
 from transport import free_ports
 from waiting import wait_for
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import MODEL, SCHEDULE, START_SECONDS, TEXT, House, Process, lives
+from run import MODEL, SCHEDULE, START_SECONDS, TEXT, Process, Run, lives
 from transport import free_ports
 from waiting import wait_for
 
@@ -70,29 +70,29 @@ def test_a_port_that_somebody_has_is_named_and_nothing_is_begun(tmp_path: Path, 
         taken.bind(("127.0.0.1", port))
         taken.listen()
         first = port - 2 if option == "--broker-port" else port  # one of the broker's four
-        with House(tmp_path, option, str(first)) as house:
-            assert house.wait() == 2
-            assert f"port {port} on 127.0.0.1 is taken" in house.last_words
-            assert option in house.last_words
-        assert not house.folder.path.exists()
+        with Run(tmp_path, option, str(first)) as run:
+            assert run.wait() == 2
+            assert f"port {port} on 127.0.0.1 is taken" in run.last_words
+            assert option in run.last_words
+        assert not run.folder.path.exists()
 
 
 def test_a_run_in_a_place_of_umlauts_blanks_and_pictures_needs_no_locale(tmp_path: Path) -> None:
     bare = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": None, "PYTHONIOENCODING": None, "PYTHONCOERCECLOCALE": "0"}
     place = tmp_path / "Läufe für 2 🚀"
     folder = place / "Größe ½"
-    with House(place, "--dir", str(folder), steps=60, evaluator=True, environment=bare) as house:
-        house.folder = type(house.folder)(folder)
-        told = house.figures()
+    with Run(place, "--dir", str(folder), steps=60, evaluator=True, environment=bare) as run:
+        run.folder = type(run.folder)(folder)
+        told = run.figures()
     assert told["steps"] == 60
     for name in ("store", "broker", "syncer", "learner-1", "evaluator"):
-        assert name == "store" or house.log(name), name
-        assert not house.folder.stderr(name).exists() or not house.folder.stderr(name).read_text(), name
+        assert name == "store" or run.log(name), name
+        assert not run.folder.stderr(name).exists() or not run.folder.stderr(name).read_text(), name
     for command in (["report", str(folder)], ["sample", str(folder), "--bytes", "5"], ["status", str(folder)]):
         with Process(place, *command, environment=bare) as looked:
             assert looked.wait() == 0, looked.said
             assert "Traceback" not in looked.said
-    assert not any(lives(pid) for pid in house.folder.run_map()["processes"].values())
+    assert not any(lives(pid) for pid in run.folder.run_map()["processes"].values())
     assert {"model.safetensors", "loss.png", "metrics.csv"} <= {path.name for path in folder.iterdir()}
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from house import START_SECONDS, House, Process, check_books, wait_until_gone
+from run import START_SECONDS, Process, Run, check_books, wait_until_gone
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
@@ -18,25 +18,25 @@ STOP_SECONDS = 10.0
 """What a stop may take."""
 
 
-def interrupt(house: Process) -> int:
+def interrupt(run: Process) -> int:
     """Ctrl-C once; its exit code."""
-    house.signal(signal.SIGINT)
-    return house.wait(STOP_SECONDS)
+    run.signal(signal.SIGINT)
+    return run.wait(STOP_SECONDS)
 
 
 def test_a_run_that_is_stopped_goes_on_later_with_the_same_versions_and_counts(tmp_path: Path) -> None:
-    with House(tmp_path) as house:
-        pids = house.wait_until_it_runs().pids()
-        assert interrupt(house) == 0, house.said
+    with Run(tmp_path) as run:
+        pids = run.wait_until_it_runs().pids()
+        assert interrupt(run) == 0, run.said
         wait_until_gone(pids)
-        first = house.check_figures()
-    assert "continue with: diloco up --resume runs/it" in house.said
-    assert house.folder.summary()["state"] == "stopped"
-    assert not house.events("up", "processes_killed"), "all could end by themselves"
+        first = run.check_figures()
+    assert "continue with: diloco up --resume runs/it" in run.said
+    assert run.folder.summary()["state"] == "stopped"
+    assert not run.events("up", "processes_killed"), "all could end by themselves"
     versions: dict[int, int] = {}
-    for row in house.events("syncer", "merged"):
+    for row in run.events("syncer", "merged"):
         versions[row["fragment"]] = row["version"]
-    with House(tmp_path, resumes=True) as again:
+    with Run(tmp_path, resumes=True) as again:
         wait_for(lambda: again.figure("merges") > 0, "it is resumed", START_SECONDS)
         shown = again.row("dd:it:run")
         assert all(now > versions[p] for p, now in enumerate(again.versions()))
@@ -52,7 +52,7 @@ def test_a_run_that_is_stopped_goes_on_later_with_the_same_versions_and_counts(t
         again.signal(signal.SIGINT)
         assert again.wait(3) == 130
         wait_until_gone(pids, 3)
-    with House(tmp_path, resumes=True) as third:
+    with Run(tmp_path, resumes=True) as third:
         wait_for(
             lambda: third.figure("merges") >= first["merges"], "it can be resumed after that as well", START_SECONDS
         )
@@ -65,13 +65,13 @@ def test_a_run_that_is_stopped_goes_on_later_with_the_same_versions_and_counts(t
 @pytest.mark.parametrize("moment", range(4))
 def test_an_interrupt_at_any_moment_of_a_start_ends_it_in_time_and_leaves_nobody(tmp_path: Path, moment: int) -> None:
     seconds = random.Random(f"moment {moment}").uniform(0, 6)
-    with House(tmp_path, evaluator=True) as house:
-        wait_for(house.folder.path.exists, "it has begun", START_SECONDS)
+    with Run(tmp_path, evaluator=True) as run:
+        wait_for(run.folder.path.exists, "it has begun", START_SECONDS)
         begun = time.monotonic()
         wait_for(lambda: time.monotonic() - begun >= seconds, "the moment has come")
-        pids = list(house.folder.run_map().get("processes", {}).values())
-        code = interrupt(house)
-        assert code == 0, (seconds, house.said)
+        pids = list(run.folder.run_map().get("processes", {}).values())
+        code = interrupt(run)
+        assert code == 0, (seconds, run.said)
         wait_until_gone(pids, 3)
-    assert "Traceback" not in house.said
-    assert house.said
+    assert "Traceback" not in run.said
+    assert run.said

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from house import FRAGMENTS, MODEL, SCHEDULE, TEXT, House, Process, check_books, lives, resident_mib, wait_until_gone
 from probe import Probe, altered, malformed
+from run import FRAGMENTS, MODEL, SCHEDULE, TEXT, Process, Run, check_books, lives, resident_mib, wait_until_gone
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
@@ -21,17 +21,17 @@ HEAL_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Run `a`, which goes on until it is asked to stop. No test ends it, and none may cost it a process."""
-    with House(tmp_path_factory.mktemp("outages"), run="a") as house:
-        yield house.wait_until_it_runs()
-        assert house.told["faults"] == 0
-        left = house.pids()
-        house.signal(signal.SIGINT)
-        assert house.wait(STOP_SECONDS) == 0, house.said
+    with Run(tmp_path_factory.mktemp("outages"), run="a") as run:
+        yield run.wait_until_it_runs()
+        assert run.told["faults"] == 0
+        left = run.pids()
+        run.signal(signal.SIGINT)
+        assert run.wait(STOP_SECONDS) == 0, run.said
         wait_until_gone(left)
-        names = {row["name"] for row in house.check_figures()["learners"]}
-        assert names == {"learner-1", "learner-2"} | ({"guest"} if house.events("syncer", "left") else set())
+        names = {row["name"] for row in run.check_figures()["learners"]}
+        assert names == {"learner-1", "learner-2"} | ({"guest"} if run.events("syncer", "left") else set())
 
 
 @contextmanager
@@ -44,115 +44,115 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def join(house: House, name: str, *, run: str = "a") -> Process:
-    where = ["--broker", house.broker, "--run", run, "--name", name]
-    return Process(house.place, "learner", *where, "--data", TEXT, "--threads", "1")
+def join(run: Run, name: str, *, of: str = "a") -> Process:
+    where = ["--broker", run.broker, "--run", of, "--name", name]
+    return Process(run.place, "learner", *where, "--data", TEXT, "--threads", "1")
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
-def test_what_is_taken_from_the_store_is_there_again_within_a_beat_or_two(house: House) -> None:
-    before = {name: house.figure(name) for name in ("merges", "step", "tokens_reported", "tokens_merged")}
-    keys = set(house.store.keys("dd:a:*"))
-    house.store.flushall()
-    wait_for(lambda: keys <= set(house.store.keys("dd:a:*")), "every key is written anew", HEAL_SECONDS)
+def test_what_is_taken_from_the_store_is_there_again_within_a_beat_or_two(run: Run) -> None:
+    before = {name: run.figure(name) for name in ("merges", "step", "tokens_reported", "tokens_merged")}
+    keys = set(run.store.keys("dd:a:*"))
+    run.store.flushall()
+    wait_for(lambda: keys <= set(run.store.keys("dd:a:*")), "every key is written anew", HEAL_SECONDS)
     for name, value in before.items():
-        assert house.figure(name) >= value, name
+        assert run.figure(name) >= value, name
     for key in ("run", "learners", "learner:learner-1", f"fragment:{FRAGMENTS - 1}", "events", "epoch"):
-        house.store.delete(f"dd:a:{key}")
-        wait_for(lambda key=key: house.store.exists(f"dd:a:{key}"), f"dd:a:{key} is back", HEAL_SECONDS)  # type: ignore[misc]
-    assert set(house.store.zrange("dd:a:learners", 0, -1)) >= {"learner-1", "learner-2"}
-    assert house.events("syncer", "registry_lost")
-    assert not house.events("syncer", "lost"), "nobody is thrown out because the store forgot"
+        run.store.delete(f"dd:a:{key}")
+        wait_for(lambda key=key: run.store.exists(f"dd:a:{key}"), f"dd:a:{key} is back", HEAL_SECONDS)  # type: ignore[misc]
+    assert set(run.store.zrange("dd:a:learners", 0, -1)) >= {"learner-1", "learner-2"}
+    assert run.events("syncer", "registry_lost")
+    assert not run.events("syncer", "lost"), "nobody is thrown out because the store forgot"
 
 
-def test_a_store_that_stands_still_stops_nobody(house: House) -> None:
-    pids = house.pids()
-    with stopped(house.pid_of("store")):
-        wait_for(lambda: _missed(house), "the syncer misses the store")
-        before = len(house.events("syncer", "merged"))
-        wait_for(lambda: len(house.events("syncer", "merged")) > before + 10 * FRAGMENTS, "rounds go on")
-    wait_for(lambda: house.events("syncer", "registry_back"), "the store is written again", HEAL_SECONDS)
-    house.wait_for_versions(1, "after the store stood still")
-    assert len(_missed(house)) == 1
-    assert house.pids() == pids
+def test_a_store_that_stands_still_stops_nobody(run: Run) -> None:
+    pids = run.pids()
+    with stopped(run.pid_of("store")):
+        wait_for(lambda: _missed(run), "the syncer misses the store")
+        before = len(run.events("syncer", "merged"))
+        wait_for(lambda: len(run.events("syncer", "merged")) > before + 10 * FRAGMENTS, "rounds go on")
+    wait_for(lambda: run.events("syncer", "registry_back"), "the store is written again", HEAL_SECONDS)
+    run.wait_for_versions(1, "after the store stood still")
+    assert len(_missed(run)) == 1
+    assert run.pids() == pids
 
 
-def _missed(house: House) -> list[str]:
-    reasons = [row["reason"] for row in house.events("syncer", "registry_lost")]
+def _missed(run: Run) -> list[str]:
+    reasons = [row["reason"] for row in run.events("syncer", "registry_lost")]
     return [reason for reason in reasons if reason.startswith("no Redis answers")]
 
 
 # --- learners --------------------------------------------------------------------------------------------------------
 def test_a_learner_that_slept_through_many_versions_takes_the_current_state_and_nothing_ancient_is_merged(
-    house: House,
+    run: Run,
 ) -> None:
-    with stopped(house.pid_of("learner-1")):
-        wait_for(lambda: house.learner("learner-1")["state"] == "lost", "it is missed")
-        merged, slept = house.merged_of("learner-1"), len(house.events("syncer", "merged"))
-        house.wait_for_versions(20, "while one sleeps")
-    wait_for(lambda: house.merged_of("learner-1") > merged, "its work is merged again")
-    assert house.learner("learner-1")["state"] == "live"
-    rows = house.events("syncer", "merged")[slept:]
+    with stopped(run.pid_of("learner-1")):
+        wait_for(lambda: run.learner("learner-1")["state"] == "lost", "it is missed")
+        merged, slept = run.merged_of("learner-1"), len(run.events("syncer", "merged"))
+        run.wait_for_versions(20, "while one sleeps")
+    wait_for(lambda: run.merged_of("learner-1") > merged, "its work is merged again")
+    assert run.learner("learner-1")["state"] == "live"
+    rows = run.events("syncer", "merged")[slept:]
     back = next(row for row in rows if "learner-1" in row["learners"].split(","))
     newest = max(row["tokens"] for row in rows if row["learners"] == "learner-2")
     assert back["tokens"] < 20 * newest, "what it did before its sleep is not in there"
-    assert not house.events("learner-1", "not_finite")
+    assert not run.events("learner-1", "not_finite")
 
 
-def test_a_live_name_is_refused_to_a_second_learner_and_the_first_goes_on(house: House) -> None:
-    incarnation, joined = house.learner("learner-2")["incarnation"], house.learner("learner-2")["joined_at"]
-    merged = house.merged_of("learner-2")
-    with join(house, "learner-2") as second:
+def test_a_live_name_is_refused_to_a_second_learner_and_the_first_goes_on(run: Run) -> None:
+    incarnation, joined = run.learner("learner-2")["incarnation"], run.learner("learner-2")["joined_at"]
+    merged = run.merged_of("learner-2")
+    with join(run, "learner-2") as second:
         assert second.wait(90) == 2
         assert "the name learner-2 is in use by a learner that is alive" in second.said
-    wait_for(lambda: house.merged_of("learner-2") > merged, "the first one's work is merged")
-    assert house.learner("learner-2")["incarnation"] == incarnation
-    assert abs(float(house.learner("learner-2")["joined_at"]) - float(joined)) < 1
+    wait_for(lambda: run.merged_of("learner-2") > merged, "the first one's work is merged")
+    assert run.learner("learner-2")["incarnation"] == incarnation
+    assert abs(float(run.learner("learner-2")["joined_at"]) - float(joined)) < 1
 
 
-def test_a_learner_from_outside_joins_a_run_and_leaves_it_when_asked_to(house: House) -> None:
-    with join(house, "guest") as guest:
-        wait_for(lambda: house.merged_of("guest") > 0, "the guest's work is merged", 90)
+def test_a_learner_from_outside_joins_a_run_and_leaves_it_when_asked_to(run: Run) -> None:
+    with join(run, "guest") as guest:
+        wait_for(lambda: run.merged_of("guest") > 0, "the guest's work is merged", 90)
         guest.signal(signal.SIGTERM)
         assert guest.wait(15) == 0, guest.said
-    wait_for(lambda: house.learner("guest")["state"] == "left", "the guest has left")
-    wait_for(lambda: house.learner("guest")["tokens_pending"] == "0", "nothing of the guest is pending", HEAL_SECONDS)
-    check_books({name: int(value) for name, value in house.learner("guest").items() if name.startswith("tokens_")})
+    wait_for(lambda: run.learner("guest")["state"] == "left", "the guest has left")
+    wait_for(lambda: run.learner("guest")["tokens_pending"] == "0", "nothing of the guest is pending", HEAL_SECONDS)
+    check_books({name: int(value) for name, value in run.learner("guest").items() if name.startswith("tokens_")})
 
 
 # --- others on the same broker ---------------------------------------------------------------------------------------
 def test_two_runs_on_one_broker_and_one_store_do_not_meet_though_name_and_model_are_alike(
-    house: House, tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     shape = [*MODEL, *SCHEDULE, "--steps", "300", "--seed", "5"]
-    where = ["--broker", house.broker, "--redis", house.store_url, "--run", "a2", "--dir", str(tmp_path / "a2")]
-    before = {name: house.figure(name) for name in ("epoch", "tokens_merged")}
+    where = ["--broker", run.broker, "--redis", run.store_url, "--run", "a2", "--dir", str(tmp_path / "a2")]
+    before = {name: run.figure(name) for name in ("epoch", "tokens_merged")}
     with (
         Process(tmp_path, "syncer", *where, *shape, "--data", TEXT) as syncer,
-        join(house, "learner-1", run="a2") as one,
+        join(run, "learner-1", of="a2") as one,
     ):
-        wait_for(lambda: house.merged_of("learner-1", "a2") > 0, "the second run merges", 90)
-        house.wait_for_versions(2, "the first run beside the second")
+        wait_for(lambda: run.merged_of("learner-1", "a2") > 0, "the second run merges", 90)
+        run.wait_for_versions(2, "the first run beside the second")
         assert syncer.wait(90) == 0, syncer.said
         assert one.wait(30) == 0, one.said
-    told = house.row("dd:a2:run")
+    told = run.row("dd:a2:run")
     assert told["state"] == "finished"
     assert told["model_hash"][:16] in one.said
     check_books({name: int(value) for name, value in told.items() if name.startswith("tokens_")})
-    assert house.store.zrange("dd:a2:learners", 0, -1) == ["learner-1"]
-    assert house.figure("epoch") == before["epoch"]
-    assert house.figure("tokens_merged") > before["tokens_merged"]
-    assert not [row for row in house.events("syncer", "rejected") if row["reason"] == "run"]
-    assert not house.events("syncer", "reset")
+    assert run.store.zrange("dd:a2:learners", 0, -1) == ["learner-1"]
+    assert run.figure("epoch") == before["epoch"]
+    assert run.figure("tokens_merged") > before["tokens_merged"]
+    assert not [row for row in run.events("syncer", "rejected") if row["reason"] == "run"]
+    assert not run.events("syncer", "reset")
 
 
 def test_whatever_a_stranger_publishes_rounds_close_memory_stays_and_nothing_is_written(
-    house: House, tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
-    trap, pids = tmp_path / "trap", house.pids()
-    with Probe(house.broker, "a") as probe:
-        house.wait_for_versions(1, "before the attack")
-        before = {name: resident_mib(house.pid_of(name)) for name in ("syncer", "broker")}
+    trap, pids = tmp_path / "trap", run.pids()
+    with Probe(run.broker, "a") as probe:
+        run.wait_for_versions(1, "before the attack")
+        before = {name: resident_mib(run.pid_of(name)) for name in ("syncer", "broker")}
         old = probe.delta()
         for number in range(5):
             genuine = probe.delta()
@@ -164,13 +164,13 @@ def test_whatever_a_stranger_publishes_rounds_close_memory_stays_and_nothing_is_
             probe.send(old)
             probe.send_raw(number)
         sent_mib = probe.sent_bytes / 2**20
-        house.wait_for_versions(3, "after the attack")
-        grown = {name: resident_mib(house.pid_of(name)) - mib for name, mib in before.items()}
+        run.wait_for_versions(3, "after the attack")
+        grown = {name: resident_mib(run.pid_of(name)) - mib for name, mib in before.items()}
     assert not trap.exists()
-    assert house.pids() == pids
+    assert run.pids() == pids
     assert max(grown.values()) < sent_mib, (grown, sent_mib)
-    reasons = {row["reason"] for row in house.events("syncer", "rejected")}
+    reasons = {row["reason"] for row in run.events("syncer", "rejected")}
     assert {"header", "field", "frames", "checksum", "chunk", "topic", "stranger", "epoch"} <= reasons, reasons
     assert all(lives(pid) for pid in pids)
     for name in ("syncer", "broker"):
-        assert not [row for row in house.log(name) if row["level"] == "error"]
+        assert not [row for row in run.log(name) if row["level"] == "error"]

@@ -16,8 +16,8 @@ import zmq
 from composed import BUILT, FOR_EVER, START_SECONDS, Project, run
 from decoupled_diloco.common.sockets import Address
 from decoupled_diloco.common.wire import Plane
-from house import Process
 from keyed import Insider, KeyedRun
+from run import Process
 from waiting import wait_for
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]

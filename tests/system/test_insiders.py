@@ -16,8 +16,8 @@ from decoupled_diloco.common.auth_keys import revoke
 from decoupled_diloco.common.config import CHUNK_BYTES
 from decoupled_diloco.common.sockets import SubscribeSocket
 from decoupled_diloco.common.wire import Alive, Beat, Call, Delta, Keyframe, Plane, Update, encode, prefix, split
-from house import resident_mib
 from keyed import RUN, START_SECONDS, Insider, KeyedRun
+from run import resident_mib
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(500)  # whole runs, on a machine that may be busy with others

@@ -24,7 +24,7 @@ from decoupled_diloco.syncer.membership import Member
 from decoupled_diloco.syncer.metrics import RunMetrics
 from decoupled_diloco.syncer.rounds import Rounds
 from decoupled_diloco.syncer.telemetry import Telemetry, run_figures
-from house import FRAGMENTS, House
+from run import FRAGMENTS, Run
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)  # a whole run, on a machine that may be busy with others
@@ -77,9 +77,9 @@ def typed(command: str, environment: Mapping[str, str]) -> list[str]:
 class Asked:
     """A live run called `run`, and a shell in which the page's commands are typed."""
 
-    def __init__(self, house: House, tools: Path) -> None:
-        self.house = house
-        self.environment = with_stand_in(tools, house.store_url)
+    def __init__(self, run: Run, tools: Path) -> None:
+        self.run = run
+        self.environment = with_stand_in(tools, run.store_url)
 
     def answer(self, question: str, command: str = "") -> list[str]:
         """The lines that the page's command for `question` prints."""
@@ -92,16 +92,16 @@ class Asked:
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     place = tmp_path_factory.mktemp("asked")
-    with House(place, run="run") as house:
-        yield Asked(house.wait_until_it_runs(), place / "tools")
+    with Run(place, run="run") as run:
+        yield Asked(run.wait_until_it_runs(), place / "tools")
 
 
 @pytest.fixture
 def sleeper(asked: Asked) -> Iterator[str]:
     """learner-2 neither steps nor speaks."""
-    os.kill(asked.house.pid_of("learner-2"), signal.SIGSTOP)
+    os.kill(asked.run.pid_of("learner-2"), signal.SIGSTOP)
     yield "learner-2"
-    os.kill(asked.house.pid_of("learner-2"), signal.SIGCONT)
+    os.kill(asked.run.pid_of("learner-2"), signal.SIGCONT)
 
 
 def test_there_are_ten_questions_with_one_command_each() -> None:
@@ -114,7 +114,7 @@ def test_the_run_is_listed_and_trains(asked: Asked) -> None:
     assert asked.answer("Which runs are there?") == ["dd:run:run"]
     state, step, total = asked.answer("Does it train, and how far is it?")
     assert state == "running"
-    assert int(total) == asked.house.figure("steps_total")
+    assert int(total) == asked.run.figure("steps_total")
     wait_for(lambda: int(asked.answer("Does it train, and how far is it?")[1]) > int(step), "the step grows")
 
 
@@ -162,20 +162,20 @@ def test_what_happened_in_the_last_minute_is_told_and_nothing_older(asked: Asked
 
 
 def test_where_nothing_is_merged_the_reason_and_the_fragment_are_named(asked: Asked, sleeper: str) -> None:
-    os.kill(asked.house.pid_of("learner-1"), signal.SIGSTOP)
+    os.kill(asked.run.pid_of("learner-1"), signal.SIGSTOP)
     try:
         question = "Why is nothing merged?"
         wait_for(lambda: asked.answer(question)[1:3] == ["0 of 1", "0"], "nobody is there to answer")
         assert asked.answer(question)[0] == "running"
         wait_for(lambda: "learner-1 has not been heard for" in asked.answer(question)[-1], "the sentence says whom")
-        merged_at = {p: float(asked.house.row(f"dd:run:fragment:{p}")["merged_at"]) for p in range(FRAGMENTS)}
+        merged_at = {p: float(asked.run.row(f"dd:run:fragment:{p}")["merged_at"]) for p in range(FRAGMENTS)}
         fragment, when = asked.numbers("Which fragment is stuck?")
         assert int(fragment) == min(merged_at, key=lambda p: merged_at[p])
         assert when == min(merged_at.values())
         assert when < max(merged_at.values())
     finally:
-        os.kill(asked.house.pid_of("learner-1"), signal.SIGCONT)
-    asked.house.wait_for_versions(1, "all go on", "run")
+        os.kill(asked.run.pid_of("learner-1"), signal.SIGCONT)
+    asked.run.wait_for_versions(1, "all go on", "run")
     assert asked.numbers("Which fragment is stuck?")[1] > when
 
 

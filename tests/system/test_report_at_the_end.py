@@ -15,7 +15,7 @@ from decoupled_diloco.common.errors import DilocoError
 from decoupled_diloco.common.run_folder import RunFolder, Setup, write_json
 from decoupled_diloco.compose import evaluator_report
 from decoupled_diloco.compose.evaluator_report import evaluate_and_report, is_finished
-from house import Process
+from run import Process
 from scripted_syncer import running_broker
 from waiting import wait_for
 

@@ -13,7 +13,7 @@ import pytest
 from by_hand import events, learner, syncer
 from decoupled_diloco.common.redis_client import connect
 from decoupled_diloco.compose.embedded_redis import EmbeddedStore
-from house import Process
+from run import Process
 from scripted_syncer import running_broker
 from waiting import wait_for
 

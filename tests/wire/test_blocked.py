@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import syncer_house as scripted
+import syncer_run as scripted
 from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.fragments import Layout
@@ -16,7 +16,7 @@ from decoupled_diloco.common.registry import read_status
 from decoupled_diloco.common.wire import Beat, Call, Welcome
 from decoupled_diloco.compose.embedded_redis import EmbeddedStore
 from decoupled_diloco.syncer import deltas, loop, membership, rejections, stall_diagnosis
-from syncer_house import LAYOUT, ScriptedLearner, SyncerHouse, syncer_house
+from syncer_run import LAYOUT, ScriptedLearner, SyncerRun, syncer_run
 from transport import BrokerChild, free_ports
 from waiting import wait_for
 
@@ -41,13 +41,13 @@ def store(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[SyncerHouse]:
-    with syncer_house(tmp_path) as made:
+def run(tmp_path: Path) -> Iterator[SyncerRun]:
+    with syncer_run(tmp_path) as made:
         yield made
 
 
-def joined(house: SyncerHouse, names: str) -> list[ScriptedLearner]:
-    learners = [house.learner(name) for name in names]
+def joined(run: SyncerRun, names: str) -> list[ScriptedLearner]:
+    learners = [run.learner(name) for name in names]
     for learner in learners:
         learner.join()
     return learners
@@ -81,14 +81,14 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deltas, "NORM_AFTER", 1)
-    with syncer_house(tmp_path, store, quorum=3, fragments=1, overlap=1) as house:
-        learners = joined(house, "abc")
+    with syncer_run(tmp_path, store, quorum=3, fragments=1, overlap=1) as run:
+        learners = joined(run, "abc")
         wild: dict[str, float] = {}
 
         def seen() -> dict[str, Any]:
             return read_status(store, "run")
 
-        wait_for(trains(learners, wild, lambda: sum(house.syncer.current.served.rounds.versions) >= 1), "it merges")  # type: ignore[union-attr]
+        wait_for(trains(learners, wild, lambda: sum(run.syncer.current.served.rounds.versions) >= 1), "it merges")  # type: ignore[union-attr]
         wild["c"] = 1e4
 
         def told() -> Any:
@@ -114,8 +114,8 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
 
 def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted, "TOKENS", 0)
-    with syncer_house(tmp_path, fragments=1, overlap=1) as house:
-        learners, block = joined(house, "ab"), house.syncer.current.block
+    with syncer_run(tmp_path, fragments=1, overlap=1) as run:
+        learners, block = joined(run, "ab"), run.syncer.current.block
 
         def told() -> Any:
             notices = [m for m in learners[0].heard if isinstance(m, Welcome) and m.verdict == "notice"]
@@ -129,8 +129,8 @@ def test_a_learner_whose_reports_cannot_be_read_hears_it_and_the_run_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership, "SILENCE_SECONDS", 0.5)
-    with syncer_house(tmp_path) as house:
-        [a], block = joined(house, "a"), house.syncer.current.block
+    with syncer_run(tmp_path) as run:
+        [a], block = joined(run, "a"), run.syncer.current.block
         what = "field: loss of a alive must be a finite number"
 
         def told() -> bool:
@@ -143,16 +143,16 @@ def test_a_learner_whose_reports_cannot_be_read_hears_it_and_the_run_names_it(
         wait_for(trains([a], {}, lambda: not block.text), "reports that can be read make it move")
 
 
-def test_a_flood_is_answered_by_one_notice_and_who_never_said_hello_by_none(house: SyncerHouse) -> None:
-    [a] = joined(house, "a")
-    stranger = house.learner("x", 9)
+def test_a_flood_is_answered_by_one_notice_and_who_never_said_hello_by_none(run: SyncerRun) -> None:
+    [a] = joined(run, "a")
+    stranger = run.learner("x", 9)
     for sender in (a, stranger):
-        before = house.rejected["field"]
+        before = run.rejected["field"]
 
         def rejected(sender: ScriptedLearner = sender, before: int = before) -> bool:
             sender.alive(loss=1e16)
             sender.listen()
-            return house.rejected["field"] >= before + 30
+            return run.rejected["field"] >= before + 30
 
         wait_for(rejected, "thirty are rejected")
     assert a.hello().verdict == "welcome"
@@ -161,18 +161,18 @@ def test_a_flood_is_answered_by_one_notice_and_who_never_said_hello_by_none(hous
     assert stranger.hello().verdict == "welcome", "this is the first that it hears"
 
 
-def test_a_newcomer_whose_layout_is_none_hears_of_it(house: SyncerHouse) -> None:
-    joined(house, "a")
+def test_a_newcomer_whose_layout_is_none_hears_of_it(run: SyncerRun) -> None:
+    joined(run, "a")
     tensor = replace(LAYOUT.tensors[0], name="a\x1b[31m\n")
-    newcomer = house.learner("b", 2)
+    newcomer = run.learner("b", 2)
     newcomer.wait(Beat)
     welcome = newcomer.hello(Layout((tensor, *LAYOUT.tensors[1:])))
     assert welcome.verdict == "notice"
     assert "hello layout: a tensor's name" in welcome.reason
 
 
-def test_a_learner_that_was_chosen_to_begin_the_run_and_sends_nothing_is_named(house: SyncerHouse) -> None:
-    a, block = house.learner("a"), house.syncer.current.block
+def test_a_learner_that_was_chosen_to_begin_the_run_and_sends_nothing_is_named(run: SyncerRun) -> None:
+    a, block = run.learner("a"), run.syncer.current.block
     a.wait(Beat)
     what = "a was chosen to send version 0 and has sent nothing for"
     wait_for(lambda: a.hello().verdict == "seed" and what in block.text, "it is named")
@@ -184,10 +184,10 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
     port = free_ports()
     broker = Broker(BrokerConfig(port=port))
     broker.start()
-    house = SyncerHouse(tmp_path, port, scripted.settings())
-    house.start()
+    run = SyncerRun(tmp_path, port, scripted.settings())
+    run.start()
     try:
-        [a], block = joined(house, "a"), house.syncer.current.block
+        [a], block = joined(run, "a"), run.syncer.current.block
         broker.stop()
         broker.join()
         wait_for(lambda: f"the broker at tcp://127.0.0.1:{port} does not answer" in block.text, "it says so")
@@ -195,7 +195,7 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
         broker.start()
         wait_for(trains([a], {}, lambda: not block.text), "it moves again")
     finally:
-        house.close()
+        run.close()
         broker.stop()
 
 
@@ -204,18 +204,18 @@ def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connecti
 ) -> None:
     monkeypatch.setattr(loop, "ECHO_SECONDS", 0.5)
     with BrokerChild() as broker:
-        house = SyncerHouse(tmp_path, broker.address.port, scripted.settings())
-        house.start()
+        run = SyncerRun(tmp_path, broker.address.port, scripted.settings())
+        run.start()
         try:
-            [learner] = joined(house, "a")
-            block = house.syncer.current.block
+            [learner] = joined(run, "a")
+            block = run.syncer.current.block
             broker.stop_in_its_tracks()
             wait_for(lambda: "not even this syncer's own beats" in block.text, "the syncer says what it waits for")
-            assert house.syncer.parts.transport.proven
-            assert f"nothing returns from the broker at {house.address}" in block.text
+            assert run.syncer.parts.transport.proven
+            assert f"nothing returns from the broker at {run.address}" in block.text
             broker.go_on()
             wait_for(trains([learner], {}, lambda: not block.text), "it moves again")
         finally:
             broker.go_on()
-            house.close()
-        assert house.failure == []
+            run.close()
+        assert run.failure == []

@@ -24,7 +24,7 @@ from decoupled_diloco.syncer import final_buffers, loop
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from safetensors.torch import load, load_file
 from scripted_syncer import ScriptedSyncer, running_broker
-from syncer_house import ScriptedLearner, SyncerHouse, syncer_house
+from syncer_run import ScriptedLearner, SyncerRun, syncer_run
 from torch import Tensor, nn
 from waiting import wait_for
 
@@ -64,12 +64,12 @@ def train(address: str, name: str, into: dict[str, Any]) -> None:
     into[name] = model.eval()
 
 
-def trained(house: SyncerHouse, *names: str) -> dict[str, Normed]:
+def trained(run: SyncerRun, *names: str) -> dict[str, Normed]:
     into: dict[str, Any] = {}
-    threads = [threading.Thread(target=train, args=(house.address, name, into), daemon=True) for name in names]
+    threads = [threading.Thread(target=train, args=(run.address, name, into), daemon=True) for name in names]
     for thread in threads:
         thread.start()
-    wait_for(lambda: len(into) == len(names) or house.failure, "all learners have ended", 120)
+    wait_for(lambda: len(into) == len(names) or run.failure, "all learners have ended", 120)
     return into
 
 
@@ -78,9 +78,9 @@ def test_the_file_has_the_statistics_and_the_teacher_of_the_learner_that_the_sum
 ) -> None:
     monkeypatch.setattr(loop, "LINGER_SECONDS", 0.2)
     x = torch.randn(32, 4) * 3 + 5
-    with syncer_house(tmp_path, steps=6) as house:
-        models = trained(house, "a", "bb")
-        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+    with syncer_run(tmp_path, steps=6) as run:
+        models = trained(run, "a", "bb")
+        wait_for(lambda: not run._thread.is_alive(), "the syncer goes")
         summary = json.loads((tmp_path / "summary.json").read_text())
         source = models[summary["buffers_from"]]
         assert summary["buffers"] == 5, "three of the batch norm, two of the teacher, none of the backbone"
@@ -93,13 +93,13 @@ def test_the_file_has_the_statistics_and_the_teacher_of_the_learner_that_the_sum
         assert torch.equal(read.eval()(x), source(x))
 
         (tmp_path / "model.safetensors").unlink()
-        RunFolder(tmp_path).write_setup(Setup(settings=house.settings, task=None))
+        RunFolder(tmp_path).write_setup(Setup(settings=run.settings, task=None))
         exported = load_file(export_model(RunFolder(tmp_path)))
         assert all(torch.equal(exported[name], stored[name]) for name in stored)
 
-        house.start()
+        run.start()
         late = Normed(seed=7)
-        with join(house.address, late, torch.optim.SGD(late.student.parameters(), lr=1.0), name="late") as session:
+        with join(run.address, late, torch.optim.SGD(late.student.parameters(), lr=1.0), name="late") as session:
             assert session.finished
         assert all(torch.equal(tensor, stored[name]) for name, tensor in late.state_dict().items())
 
@@ -119,25 +119,25 @@ def test_a_learner_cut_off_at_the_end_gets_the_final_model_from_a_syncer_that_is
     monkeypatch.setattr(Checkpoints, "save", cut_off)
     for name, seconds in (("RETURN_SECONDS", 1000.0), ("RETURN_LINGER_SECONDS", 0.1)):
         monkeypatch.setattr(loop, name, seconds)
-    with syncer_house(tmp_path, steps=6) as house:
-        house.stop()
-        house.start(drain_seconds=0.3)
-        learner = threading.Thread(target=train, args=(house.address, "a", into), daemon=True)
+    with syncer_run(tmp_path, steps=6) as run:
+        run.stop()
+        run.start(drain_seconds=0.3)
+        learner = threading.Thread(target=train, args=(run.address, "a", into), daemon=True)
         learner.start()
-        wait_for(lambda: saving.is_set() or house.failure, "the final model is being saved", 60)
-        house.broker.stop()
-        house.broker.join()
+        wait_for(lambda: saving.is_set() or run.failure, "the final model is being saved", 60)
+        run.broker.stop()
+        run.broker.join()
         cut.set()
-        wait_for(lambda: not house._thread.is_alive(), "the syncer goes, although it reached no learner")
+        wait_for(lambda: not run._thread.is_alive(), "the syncer goes, although it reached no learner")
         assert json.loads((tmp_path / "summary.json").read_text())["unconfirmed"] == {"a": "no goodbye"}
         before = (tmp_path / "model.safetensors").read_bytes()
         assert learner.is_alive()
         assert not into, "it still trains"
 
-        house.start_broker()
-        house.start(drain_seconds=60.0)
-        wait_for(lambda: into or house.failure, "the learner has ended")
-        wait_for(lambda: not house._thread.is_alive(), "the syncer goes once it is confirmed")
+        run.start_broker()
+        run.start(drain_seconds=60.0)
+        wait_for(lambda: into or run.failure, "the learner has ended")
+        wait_for(lambda: not run._thread.is_alive(), "the syncer goes once it is confirmed")
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert summary["unconfirmed"] == {}
         assert load(before).keys() == load_file(tmp_path / "model.safetensors").keys()
@@ -156,9 +156,9 @@ LARGE = Layout(
 )
 
 
-def ended(house: SyncerHouse, *names: str) -> tuple[list[ScriptedLearner], str]:
+def ended(run: SyncerRun, *names: str) -> tuple[list[ScriptedLearner], str]:
     """Learners that are written by hand, of a run that they have just brought to its end."""
-    learners = [house.learner(name) for name in names]
+    learners = [run.learner(name) for name in names]
     for learner in learners:
         learner.join()
 
@@ -180,8 +180,8 @@ def ended(house: SyncerHouse, *names: str) -> tuple[list[ScriptedLearner], str]:
 def parts(learner: ScriptedLearner, value: float) -> list[Buffers]:
     moved = pack(LARGE, {0: torch.full((3, CHUNK_BYTES // 8), value).numpy().tobytes()})
     own: dict[str, Any] = {
-        "run": learner.house.settings.run, "name": learner.name, "incarnation": learner.incarnation,
-        "epoch": learner.epoch, "fragment": learner.house.plan.static_index, "digest": digest(moved),
+        "run": learner.run.settings.run, "name": learner.name, "incarnation": learner.incarnation,
+        "epoch": learner.epoch, "fragment": learner.run.plan.static_index, "digest": digest(moved),
     }  # fmt: skip
     return [Buffers(**own, **part) for part in split(moved)]
 
@@ -199,9 +199,9 @@ def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
         raise OSError("No space left on device")  # behind the write: the model has them all the same
 
     monkeypatch.setattr(Checkpoints, "write_buffers", noted)
-    with syncer_house(tmp_path, layout=LARGE, steps=1, fragments=1, overlap=1) as house:
-        (a, b), model_hash = ended(house, "a", "b")
-        loops.add(house._thread.ident or 0)
+    with syncer_run(tmp_path, layout=LARGE, steps=1, fragments=1, overlap=1) as run:
+        (a, b), model_hash = ended(run, "a", "b")
+        loops.add(run._thread.ident or 0)
 
         def asked(learner: ScriptedLearner) -> bool:
             learner.goodbye("finished", model_hash, buffers=1)
@@ -213,18 +213,18 @@ def test_the_learner_that_is_asked_dies_after_a_part_and_another_one_serves(
         a.bulk.send(parts(a, 1.0)[0])
 
         def one_part_is_here() -> bool:
-            assembly = house.syncer.current.buffers._assembly
+            assembly = run.syncer.current.buffers._assembly
             return assembly is not None and len(assembly.missing) == 1
 
         wait_for(lambda: asked(a) and one_part_is_here(), "one part is here")
         a.close()
-        house._learners.remove(a)
+        run._learners.remove(a)
         with monkeypatch.context() as sooner:
             sooner.setattr(final_buffers, "SILENCE_SECONDS", 0.5)
             wait_for(lambda: asked(b), "b is asked, since a is dead")
         for part in parts(b, 2.0):
             b.bulk.send(part)
-        wait_for(lambda: not house._thread.is_alive(), "the syncer goes")
+        wait_for(lambda: not run._thread.is_alive(), "the syncer goes")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["buffers_from"], summary["buffers_failed"]) == ("b", ["a fell silent"])
     assert torch.all(load_file(tmp_path / "model.safetensors")["teacher"] == 2.0)

@@ -12,7 +12,7 @@ import pytest
 from decoupled_diloco.common.auth_keys import Role, new_key, revoke
 from decoupled_diloco.common.run_folder import RunFolder
 from decoupled_diloco.monitor.report import read_evaluations
-from house import FOR_EVER, Process
+from run import FOR_EVER, Process
 from transport import free_ports
 from waiting import wait_for
 

@@ -18,7 +18,7 @@ from decoupled_diloco.common.errors import PeerLost, SettingError
 from decoupled_diloco.common.sockets import Address, PublishSocket
 from decoupled_diloco.common.wire import Beat
 from decoupled_diloco.monitor.ping import ping
-from house import DILOCO
+from run import DILOCO
 from transport import context, free_ports
 
 BEAT = Beat(

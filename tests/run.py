@@ -1,6 +1,6 @@
 """A whole run of real processes that a test may mistreat: `diloco up` with a small, fast model in a folder of its own.
 
-Whatever happens, every process that a house started is gone afterwards, each ended by its own process id.
+Whatever happens, every process that it started is gone afterwards, each ended by its own process id.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Process:
         self.child.wait()
 
 
-class House(Process):
+class Run(Process):
     """`diloco up --json` as a child, and the eyes and hands of a test in it."""
 
     def __init__(

@@ -71,8 +71,8 @@ def settings(**changes: Any) -> RunSettings:
 
 
 @dataclass
-class SyncerHouse:
-    """One broker and one syncer. `learner()` makes a scripted learner; all end with the house."""
+class SyncerRun:
+    """One broker and one syncer. `learner()` makes a scripted learner; all end with it."""
 
     directory: Path
     port: int
@@ -157,29 +157,29 @@ class SyncerHouse:
 
 
 @contextmanager
-def syncer_house(
+def syncer_run(
     directory: Path, redis: str | None = None, layout: Layout = LAYOUT, **changes: Any
-) -> Iterator[SyncerHouse]:
-    """A running house; everything is stopped at the end, and a failure of the syncer is raised."""
-    house = SyncerHouse(directory, free_ports(), settings(**changes), redis, layout)
-    house.start_broker()
-    house.start()
+) -> Iterator[SyncerRun]:
+    """A running broker and syncer; everything is stopped at the end, and a failure of the syncer is raised."""
+    run = SyncerRun(directory, free_ports(), settings(**changes), redis, layout)
+    run.start_broker()
+    run.start()
     try:
-        yield house
+        yield run
     finally:
-        house.close()
-        house.broker.stop()
-        house.broker.join()
-        if house.failure:  # also where the test has failed: then because of it
-            raise house.failure[0]
+        run.close()
+        run.broker.stop()
+        run.broker.join()
+        if run.failure:  # also where the test has failed: then because of it
+            raise run.failure[0]
 
 
 class ScriptedLearner:
     """Speaks the protocol message by message; does nothing that a test did not say."""
 
-    def __init__(self, house: SyncerHouse, name: str, incarnation: int) -> None:
-        self.house, self.name, self.incarnation = house, name, incarnation
-        address = Address.parse(house.address)
+    def __init__(self, run: SyncerRun, name: str, incarnation: int) -> None:
+        self.run, self.name, self.incarnation = run, name, incarnation
+        address = Address.parse(run.address)
         self._context: zmq.Context[Any] = zmq.Context()
         self.control = PublishSocket(self._context, address.control_in, hwm_messages=1000)
         self.bulk = PublishSocket(self._context, address.bulk_in, hwm_messages=1000)
@@ -187,16 +187,16 @@ class ScriptedLearner:
             SubscribeSocket(self._context, address.control_out, hwm_messages=1000),
             SubscribeSocket(self._context, address.bulk_out, hwm_messages=1000),
         ]
-        run = house.settings.run
-        for topic in (beat_topic(run), prefix(run, "call"), prefix(run, "welcome", name)):
+        run_name = run.settings.run
+        for topic in (beat_topic(run_name), prefix(run_name, "call"), prefix(run_name, "welcome", name)):
             self._downs[0].subscribe(topic)
-        for topic in (beat_topic(run), prefix(run, "fragment"), prefix(run, "keyframe")):
+        for topic in (beat_topic(run_name), prefix(run_name, "fragment"), prefix(run_name, "keyframe")):
             self._downs[1].subscribe(topic)
         self.heard: list[Message] = []
         self.steps = 0
-        self.since = [0] * house.settings.fragments
-        self.versions = [0] * house.settings.fragments
-        self.theta = [torch.zeros(f.length) for f in house.plan.fragments]
+        self.since = [0] * run.settings.fragments
+        self.versions = [0] * run.settings.fragments
+        self.theta = [torch.zeros(f.length) for f in run.plan.fragments]
         wait_for(self._connected, "both uplinks are proven")
 
     def _connected(self) -> bool:
@@ -210,8 +210,8 @@ class ScriptedLearner:
 
     def listen(self) -> None:
         """Take what has arrived; fails at once where the syncer has, since nothing more will come."""
-        if self.house.failure:
-            raise AssertionError("the syncer has ended by itself") from self.house.failure[0]
+        if self.run.failure:
+            raise AssertionError("the syncer has ended by itself") from self.run.failure[0]
         for down in self._downs:
             while (message := down.receive()) is not None:
                 self.heard.append(message)
@@ -231,9 +231,9 @@ class ScriptedLearner:
         return message
 
     def hello_once(self, layout: Layout | None = None, **more: Any) -> None:
-        layout = layout or self.house.layout
+        layout = layout or self.run.layout
         fields: dict[str, Any] = {
-            "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "role": "learner",
+            "run": self.run.settings.run, "name": self.name, "incarnation": self.incarnation, "role": "learner",
             "fingerprint": layout.fingerprint, "bulk_proven": True, "payload": pack_layout(layout),
         }  # fmt: skip
         self.control.send(Hello(**(fields | more)))
@@ -255,14 +255,14 @@ class ScriptedLearner:
 
     def seed(self, value: float = 0.0, **more: Any) -> None:
         """Send version 0: every parameter is `value`."""
-        plan = self.house.plan
+        plan = self.run.plan
         parts = [(p, bytes(filled(plan, p, value).numpy().data)) for p in range(plan.P)] + [
             (plan.P, bytes(plan.layout.static_bytes))
         ]
         for p, payload in parts:
             for part in split(payload):
                 self.bulk.send(
-                    Seed(run=self.house.settings.run, name=self.name, incarnation=self.incarnation, fragment=p,
+                    Seed(run=self.run.settings.run, name=self.name, incarnation=self.incarnation, fragment=p,
                          epoch=self.epoch, digest=digest(payload), **(part | more))
                 )  # fmt: skip
 
@@ -280,7 +280,7 @@ class ScriptedLearner:
 
     def alive(self, **more: Any) -> None:
         fields: dict[str, Any] = {
-            "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "epoch": self.epoch,
+            "run": self.run.settings.run, "name": self.name, "incarnation": self.incarnation, "epoch": self.epoch,
             "local_steps": self.steps, "tokens": self.steps * TOKENS, "step_seconds": STEP_SECONDS,
             "last_step_age_seconds": 0.0, "inner_seconds": 0.0, "session_seconds": 0.0,
             "since_first_step_seconds": 0.0,
@@ -315,12 +315,12 @@ class ScriptedLearner:
 
     def delta(self, call: Call, value: float = 0.01, **more: Any) -> Delta:
         """An honest one-chunk answer to `call`: the outer gradient is `value` everywhere. Not sent."""
-        plan, p = self.house.plan, call.fragment
-        codec = self.house.settings.codec_up
+        plan, p = self.run.plan, call.fragment
+        codec = self.run.settings.codec_up
         anchor = filled(plan, p, 1.0)
         payload = bytes(encode_delta(codec, anchor, filled(plan, p, 1.0 - value)).numpy().data)
         fields: dict[str, Any] = {
-            "run": self.house.settings.run, "name": self.name, "incarnation": self.incarnation, "epoch": call.epoch,
+            "run": self.run.settings.run, "name": self.name, "incarnation": self.incarnation, "epoch": call.epoch,
             "slot": call.slot, "attempt": call.attempt, "fragment": p, "base_version": self.versions[p],
             "tokens_from": self.since[p] * TOKENS, "tokens_to": self.steps * TOKENS, "steps_from": self.since[p],
             "steps_to": self.steps, "codec": codec,
@@ -354,13 +354,13 @@ class ScriptedLearner:
 
     def provoke(self, reason: str, call: Call, times: int = 1, **changes: Any) -> None:
         """Send answers with these changes to the newest attempt of `call` until so many were rejected with `reason`."""
-        before, polls = self.house.rejected[reason], count()
+        before, polls = self.run.rejected[reason], count()
 
         def rejected() -> bool:
             self.alive()
             if next(polls) % 20 == 0:
                 self.bulk.send(self.delta(self.newest(call), **changes))
-            return self.house.rejected[reason] >= before + times
+            return self.run.rejected[reason] >= before + times
 
         wait_for(rejected, f"it is rejected as {reason}")
 
@@ -369,7 +369,7 @@ class ScriptedLearner:
 
         def fetched() -> M | None:
             self.control.send(
-                Fetch(run=self.house.settings.run, name=self.name, incarnation=self.incarnation, epoch=self.epoch,
+                Fetch(run=self.run.settings.run, name=self.name, incarnation=self.incarnation, epoch=self.epoch,
                       what=what, fragment=fragment, version=version, chunks=(0,))
             )  # fmt: skip
             self.listen()
@@ -385,7 +385,7 @@ class ScriptedLearner:
 
     def goodbye(self, reason: str = "left", model_hash: str = "", **more: Any) -> None:
         self.control.send(
-            Goodbye(run=self.house.settings.run, name=self.name, incarnation=self.incarnation, reason=reason,
+            Goodbye(run=self.run.settings.run, name=self.name, incarnation=self.incarnation, reason=reason,
                     local_steps=self.steps, tokens=self.steps * TOKENS, model_hash=model_hash, **more)
         )  # fmt: skip
 
