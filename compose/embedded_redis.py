@@ -58,7 +58,7 @@ def find_server() -> Path:
     )
 
 
-class EmbeddedStore:
+class EmbeddedRedis:
     """A Redis server as a child process. Start it from a thread that lives as long as the server, such as the main
     thread: for Linux the end of the thread that started it is the end of the parent.
     """

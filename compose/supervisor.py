@@ -16,7 +16,7 @@ from ..common.journal import FOLDER
 from ..common.log import get_logger
 from ..common.registry import redact_url
 from ..common.run_folder import RunFolder
-from .embedded_redis import EmbeddedStore
+from .embedded_redis import EmbeddedRedis
 from .preflight import Prepared
 from .processes import Child, ChildProcesses, Exit, Process, spawn
 
@@ -41,7 +41,7 @@ _LEARNERS_FINISH_SECONDS, _EVALUATOR_FINISH_SECONDS = 20.0, 120.0
 class _StoreProcess:
     """The embedded Redis as a child process."""
 
-    def __init__(self, store: EmbeddedStore) -> None:
+    def __init__(self, store: EmbeddedRedis) -> None:
         store.start()
         self._store = store
         self.pid = store.pid
@@ -77,7 +77,7 @@ class Supervisor:
         """Start all processes; the learners before the evaluator, since training begins with them."""
         config = self.prepared.config
         if config.redis is None:
-            store = EmbeddedStore(self.folder.path / "logs", config.redis_port)
+            store = EmbeddedRedis(self.folder.path / "logs", config.redis_port)
             self.processes.add("store", lambda: _StoreProcess(store))
             self.redis = store.url
         else:

@@ -19,7 +19,7 @@ import redis
 from decoupled_diloco.common.config import RunSettings
 from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer.membership import Member
 from decoupled_diloco.syncer.metrics import RunMetrics
 from decoupled_diloco.syncer.rounds import Rounds
@@ -183,7 +183,7 @@ def test_where_nothing_is_merged_the_reason_and_the_fragment_are_named(asked: As
 @pytest.fixture
 def shown(tmp_path: Path) -> Iterator[Any]:
     """A client of a store that holds what a syncer tells of a run with one learner and one fragment."""
-    with EmbeddedStore(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
+    with EmbeddedRedis(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
         registry = Registry(store.url, "run", get_logger("syncer"))
         teller = Telemetry(registry, get_logger("syncer"), "run")
         rounds = Rounds(RunSettings(sync_every=2, overlap=1), [10], 1)

@@ -23,7 +23,7 @@ from decoupled_diloco.common.registry import Registry, check_connection, list_ru
 from decoupled_diloco.common.registry_buffer import WAITING_EVENTS
 from decoupled_diloco.common.registry_preflight import check_redis, redis_advice
 from decoupled_diloco.common.registry_writer import STREAM_EVENTS
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from stores import TlsFront
 from waiting import wait_for
 
@@ -35,7 +35,7 @@ class House:
     """A store, a registry that writes to it, and the lines that it logged."""
 
     def __init__(self, directory: Path) -> None:
-        self.store = EmbeddedStore(directory)
+        self.store = EmbeddedRedis(directory)
         self.store.start()
         self.client: Any = redis.Redis.from_url(self.store.url, decode_responses=True)
         self.lines: list[dict[str, Any]] = []
@@ -285,7 +285,7 @@ def test_reading_from_a_frozen_store_ends(full_house: House) -> None:
 
 
 def test_a_store_that_comes_late_is_filled(tmp_path: Path) -> None:
-    store = EmbeddedStore(tmp_path)
+    store = EmbeddedRedis(tmp_path)
     store.start()
     store.stop()
     lines: list[dict[str, Any]] = []
@@ -366,18 +366,18 @@ def test_without_a_url_every_method_does_nothing() -> None:
 
 # --- the URL ---------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
     """A store with a password for everybody and a user of its own with the same."""
     directory = tmp_path_factory.mktemp("guarded")
     rules = f"user default on allcommands allkeys allchannels >{SECRET}\n"
     rules += f"user ann on allcommands ~dd:* >{SECRET}\n"
     (directory / "users.acl").write_text(rules)
-    with EmbeddedStore(directory, options=("--aclfile", str(directory / "users.acl"))) as store:
+    with EmbeddedRedis(directory, options=("--aclfile", str(directory / "users.acl"))) as store:
         yield store
 
 
 @pytest.mark.parametrize("user", ["", "ann"])
-def test_user_password_and_database_come_from_the_url(guarded: EmbeddedStore, user: str) -> None:
+def test_user_password_and_database_come_from_the_url(guarded: EmbeddedRedis, user: str) -> None:
     url = f"redis://{user}:{quote(SECRET, safe='')}@127.0.0.1:{guarded.port}"
     check_connection(url)
     registry = Registry(f"{url}/3", "run", logger_into([]))
@@ -388,7 +388,7 @@ def test_user_password_and_database_come_from_the_url(guarded: EmbeddedStore, us
     assert list_runs(f"{url}/0") == []
 
 
-def test_a_password_file_holds_it_as_it_is(guarded: EmbeddedStore, tmp_path: Path) -> None:
+def test_a_password_file_holds_it_as_it_is(guarded: EmbeddedRedis, tmp_path: Path) -> None:
     file = tmp_path / "geheim 1"
     file.write_text(SECRET + "\n")
     for user in ("", "ann@"):
@@ -413,7 +413,7 @@ def test_a_password_file_that_is_away_while_the_store_is_ends_nothing(
     file, away = tmp_path / "password", tmp_path / "away"
     file.write_text(SECRET)
     lines: list[dict[str, Any]] = []
-    with EmbeddedStore(tmp_path / "store", options=("--requirepass", SECRET)) as store:
+    with EmbeddedRedis(tmp_path / "store", options=("--requirepass", SECRET)) as store:
         url = f"redis://127.0.0.1:{store.port}/0?password_file={quote(str(file))}"
         registry = Registry(url, "run", logger_into(lines))
         registry.publish_run(step=1)
@@ -431,7 +431,7 @@ def test_a_password_file_that_is_away_while_the_store_is_ends_nothing(
 
 
 @pytest.mark.parametrize("login", ["", ":wrong-%s@", "ann:wrong-%s@", "nobody:%s@"])
-def test_a_wrong_password_is_called_authentication_and_not_shown(guarded: EmbeddedStore, login: str) -> None:
+def test_a_wrong_password_is_called_authentication_and_not_shown(guarded: EmbeddedRedis, login: str) -> None:
     url = f"redis://{login.replace('%s', quote(SECRET, safe=''))}127.0.0.1:{guarded.port}/0"
     with pytest.raises(SettingError, match="authentication failed at redis://") as caught:
         check_connection(url)
@@ -523,7 +523,7 @@ def test_a_shown_url_hides_the_password(url: str, shown: str) -> None:
     assert redact_url(url) == shown
 
 
-def test_a_user_who_may_not_write_is_told(guarded: EmbeddedStore) -> None:
+def test_a_user_who_may_not_write_is_told(guarded: EmbeddedRedis) -> None:
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
     admin.execute_command("ACL", "SETUSER", "reader", "on", "+@read", "+ping", "~dd:*", ">p")
     admin.close()
@@ -536,7 +536,7 @@ def test_a_user_who_may_not_write_is_told(guarded: EmbeddedStore) -> None:
     assert not registry.healthy
 
 
-def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> None:
+def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedRedis) -> None:
     page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text(encoding="utf-8")
     (rights, keys) = re.findall(r"A user needs `([^`]*)` and the keys `([^`]*)`", page)[0]
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
@@ -565,7 +565,7 @@ def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedStore) -> No
     ],
 )  # fmt: skip
 def test_a_right_that_a_user_lacks_is_named_before_anything_starts(
-    guarded: EmbeddedStore, left_out: str, named: str
+    guarded: EmbeddedRedis, left_out: str, named: str
 ) -> None:
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
     rights = ["+@read", "+@write", "+@transaction", "+ping", "+select"]
@@ -581,7 +581,7 @@ def test_a_right_that_a_user_lacks_is_named_before_anything_starts(
 def test_a_cluster_is_refused_in_one_sentence_whether_or_not_it_serves_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with EmbeddedStore(tmp_path, options=("--cluster-enabled", "yes")) as store:
+    with EmbeddedRedis(tmp_path, options=("--cluster-enabled", "yes")) as store:
         refused = pytest.raises(SettingError, match="is a cluster, and all keys of a run must be at one server")
         with refused:
             check_redis(store.url, "run")
@@ -635,7 +635,7 @@ def test_an_eviction_policy_that_may_throw_the_run_away_is_said(
     assert all(f"1,000,000,000 bytes (maxmemory-policy {policy})" in sentence for sentence in said)
 
 
-def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: EmbeddedStore) -> None:
+def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: EmbeddedRedis) -> None:
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
     admin.config_set("maxmemory", 10**9)
     admin.config_set("maxmemory-policy", "allkeys-lru")

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 from by_hand import events, learner, syncer
 from decoupled_diloco.common.redis_client import connect
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from run import Process
 from scripted_syncer import running_broker
 from waiting import wait_for
@@ -26,7 +26,7 @@ SECRET = "p@s:s#w/o?r%d$ü&+=%41 ' x"  # noqa: S105 - no password; what URLs, fi
 class Guarded:
     """A store with a password and a disk of its own, and the URL by which a syncer gets in."""
 
-    store: EmbeddedStore
+    store: EmbeddedRedis
     directory: Path
     url: str
 
@@ -43,7 +43,7 @@ class Guarded:
 def guarded(tmp_path: Path) -> Iterator[Guarded]:
     directory, password = tmp_path / "store", tmp_path / "the password"
     password.write_text(SECRET + "\n", encoding="utf-8")
-    with EmbeddedStore(directory, options=("--requirepass", SECRET)) as store:
+    with EmbeddedRedis(directory, options=("--requirepass", SECRET)) as store:
         yield Guarded(store, directory, f"redis://127.0.0.1:{store.port}/0?password_file={quote(str(password))}")
 
 

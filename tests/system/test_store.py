@@ -11,13 +11,13 @@ import pytest
 import redis
 from decoupled_diloco.common.errors import DilocoError, SettingError
 from decoupled_diloco.compose import embedded_redis as store_module
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore, find_server
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis, find_server
 from waiting import wait_for
 
 HOLDER = """
 import sys, pathlib
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
-store = EmbeddedStore(pathlib.Path(sys.argv[1]))
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
+store = EmbeddedRedis(pathlib.Path(sys.argv[1]))
 store.start()
 print(store.pid, store.port, flush=True)
 sys.stdin.read()
@@ -33,7 +33,7 @@ def alive(pid: int) -> bool:
 
 
 def test_it_answers_when_start_returns_and_keeps_nothing_on_disk(tmp_path: Path) -> None:
-    with EmbeddedStore(tmp_path / "Prüfung mit Blank 🙂") as store:
+    with EmbeddedRedis(tmp_path / "Prüfung mit Blank 🙂") as store:
         client = redis.Redis.from_url(store.url)
         client.set("key", "value")
         assert client.info("server")["process_id"] == store.pid
@@ -45,7 +45,7 @@ def test_it_answers_when_start_returns_and_keeps_nothing_on_disk(tmp_path: Path)
 
 
 def test_it_can_be_stopped_and_started_again_at_the_same_port(tmp_path: Path) -> None:
-    store = EmbeddedStore(tmp_path)
+    store = EmbeddedRedis(tmp_path)
     store.start()
     url = store.url
     with pytest.raises(DilocoError, match="already running"):
@@ -58,7 +58,7 @@ def test_it_can_be_stopped_and_started_again_at_the_same_port(tmp_path: Path) ->
 
 
 def test_a_frozen_store_can_be_stopped(tmp_path: Path) -> None:
-    with EmbeddedStore(tmp_path) as store:
+    with EmbeddedRedis(tmp_path) as store:
         os.kill(store.pid, signal.SIGSTOP)
         pid = store.pid
     assert not alive(pid)
@@ -67,7 +67,7 @@ def test_a_frozen_store_can_be_stopped(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        store = EmbeddedStore(tmp_path, port=port)
+        store = EmbeddedRedis(tmp_path, port=port)
         with pytest.raises(SettingError, match=f"127.0.0.1:{port} .the port is taken"):
             store.start()
     assert not store.running
@@ -78,7 +78,7 @@ def test_a_free_port_that_somebody_takes_first_is_exchanged(tmp_path: Path, monk
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = iter([other.getsockname()[1]])
         monkeypatch.setattr(store_module, "_free_port", lambda: next(ports, None) or real())
-        with EmbeddedStore(tmp_path) as store:
+        with EmbeddedRedis(tmp_path) as store:
             assert store.running
 
 
@@ -101,13 +101,13 @@ def test_it_dies_with_a_parent_that_is_killed_even_while_frozen(tmp_path: Path, 
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
-    with EmbeddedStore(tmp_path) as store:
+    with EmbeddedRedis(tmp_path) as store:
         assert os.getpgid(store.pid) != os.getpgid(0)
 
 
 def test_a_locale_that_is_not_installed_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")
-    with EmbeddedStore(tmp_path) as store:
+    with EmbeddedRedis(tmp_path) as store:
         assert store.running
 
 
@@ -120,7 +120,7 @@ def test_a_server_on_path_comes_first_then_the_packaged_one(tmp_path: Path, monk
         (tmp_path / name).chmod(0o755)
         assert find_server() == tmp_path / name
     with pytest.raises(SettingError, match=r"did not start on .*store\.log"):
-        EmbeddedStore(tmp_path / "run").start()
+        EmbeddedRedis(tmp_path / "run").start()
 
 
 def test_without_any_server_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.fragments import Layout
 from decoupled_diloco.common.registry import read_status
 from decoupled_diloco.common.wire import Beat, Call, Welcome
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer import deltas, loop, membership, rejections, stall_diagnosis
 from syncer_run import LAYOUT, ScriptedLearner, SyncerRun, syncer_run
 from transport import BrokerChild, free_ports
@@ -34,7 +34,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[str]:
-    made = EmbeddedStore(tmp_path / "store")
+    made = EmbeddedRedis(tmp_path / "store")
     made.start()
     yield made.url
     made.stop()

@@ -16,7 +16,7 @@ from decoupled_diloco.common.errors import Diverged, SaveFailed, SettingError, S
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.registry import list_runs, read_status
 from decoupled_diloco.common.wire import Beat, Keyframe, Update, Welcome, split
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer import loop, membership
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.rounds import FAILED_MERGES
@@ -619,7 +619,7 @@ def test_the_store_says_of_a_syncer_that_was_stopped_and_has_ended_that_it_is_st
     tmp_path: Path, *, begun: bool
 ) -> None:
     (tmp_path / "store").mkdir()
-    store = EmbeddedStore(tmp_path / "store")
+    store = EmbeddedRedis(tmp_path / "store")
     store.start()
     try:
         with syncer_run(tmp_path / "run", redis=store.url) as run:

@@ -23,7 +23,7 @@ from decoupled_diloco.common.output import echo
 from decoupled_diloco.common.printable import json_line, printable, printable_lines
 from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.common.run_folder import RunFolder, Setup
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.compose.final_report import figures, show_summary, show_unconfirmed
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.status import RunSource, RunStatus, find_source
@@ -311,7 +311,7 @@ def hostile_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     import redis
 
     text = ALL_AT_ONCE.encode("utf-8", "replace")
-    with EmbeddedStore(tmp_path_factory.mktemp("store")) as store, redis.Redis.from_url(store.url) as client:
+    with EmbeddedRedis(tmp_path_factory.mktemp("store")) as store, redis.Redis.from_url(store.url) as client:
         row = {"state": text, "steps_total": "10", "step": "5", "quorum_state": text, "model_hash": text, "run": text}
         for run in (b"it", text.replace(b":", b"")):
             client.hset(b"dd:" + run + b":run", mapping=row)
@@ -342,7 +342,7 @@ def test_what_the_registry_writes_is_printable(tmp_path: Path) -> None:
     import redis
     from waiting import wait_for
 
-    with EmbeddedStore(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
+    with EmbeddedRedis(tmp_path) as store, redis.Redis.from_url(store.url, decode_responses=True) as client:
         registry = Registry(store.url, "it", get_logger("syncer"))
         registry.event("joined", learner=ALL_AT_ONCE)
         wait_for(lambda: client.exists("dd:it:events"), "the event is there")

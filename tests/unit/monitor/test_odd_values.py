@@ -17,7 +17,7 @@ from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.redis_keys import RedisKeys
 from decoupled_diloco.common.registry import Registry, read_status
 from decoupled_diloco.common.run_folder import RunFolder, Setup
-from decoupled_diloco.compose.embedded_redis import EmbeddedStore
+from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.monitor.console import PlainConsole
 from decoupled_diloco.monitor.status import find_source
 from decoupled_diloco.monitor.watch import line, table
@@ -50,13 +50,13 @@ TYPES = st.tuples(st.sampled_from([*HASHES, *OTHERS]), st.sampled_from(KINDS))
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
-    with EmbeddedStore(tmp_path_factory.mktemp("store")) as store:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("store")) as store:
         yield store
 
 
 @pytest.fixture(scope="module")
-def registry(store: EmbeddedStore) -> Iterator[Registry]:
+def registry(store: EmbeddedRedis) -> Iterator[Registry]:
     registry = Registry(store.url, "it", get_logger("test"))
     yield registry
     registry.close()
@@ -98,7 +98,7 @@ def shown_by(*command: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-def test_what_a_run_writes_is_read_without_a_note(store: EmbeddedStore) -> None:
+def test_what_a_run_writes_is_read_without_a_note(store: EmbeddedRedis) -> None:
     with redis.Redis.from_url(store.url) as client:
         fill(client)
         assert read_status(store.url, "it")["notes"] == []
@@ -108,7 +108,7 @@ def test_what_a_run_writes_is_read_without_a_note(store: EmbeddedStore) -> None:
 @given(fields=st.lists(FIELDS, max_size=4), types=st.lists(TYPES, max_size=2), member=VALUES | st.none())
 @settings(max_examples=examples(15))
 def test_whatever_stands_in_redis_is_shown_or_left_out_with_a_note(
-    store: EmbeddedStore,
+    store: EmbeddedRedis,
     registry: Registry,
     fields: list[tuple[tuple[str, str], bytes]],
     types: list[tuple[str, str]],
@@ -137,7 +137,7 @@ def test_whatever_stands_in_redis_is_shown_or_left_out_with_a_note(
         assert set(registry.stored_versions()) <= {0}
 
 
-def test_a_value_of_ten_megabytes_is_cut_and_one_that_is_no_number_is_named(store: EmbeddedStore) -> None:
+def test_a_value_of_ten_megabytes_is_cut_and_one_that_is_no_number_is_named(store: EmbeddedRedis) -> None:
     with redis.Redis.from_url(store.url) as client:
         fill(client)
         client.hset(KEYS.run, mapping={"state": "x" * 10_000_000, "step": "9" * 10_000_000, "seconds": "soon"})
@@ -150,7 +150,7 @@ def test_a_value_of_ten_megabytes_is_cut_and_one_that_is_no_number_is_named(stor
 
 @pytest.mark.parametrize("key", [KEYS.run, KEYS.events, KEYS.learners])
 def test_a_syncer_names_a_key_of_another_type_and_writes_all_others(
-    store: EmbeddedStore, key: str, tmp_path: Path
+    store: EmbeddedRedis, key: str, tmp_path: Path
 ) -> None:
     with redis.Redis.from_url(store.url, decode_responses=True) as client, logged(tmp_path) as events:
         client.flushall()
