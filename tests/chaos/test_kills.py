@@ -75,4 +75,4 @@ def test_versions_never_go_back_whoever_dies(finished: Run) -> None:
 def test_a_finished_run_is_not_resumed_but_says_so_in_one_sentence(finished: Run) -> None:
     with Process(finished.place, "up", "--resume", "runs/it") as again:
         assert again.wait() == 2
-        assert "has finished its 3000 steps; give --steps above that to go on" in again.last_words
+        assert "has finished its 3000 steps; give a higher --steps to continue it" in again.last_words
