@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.installed
 # Two test processes, a file at a time, the slowest files first: tests spend much of their time waiting.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+# Each of the hundreds of processes that the tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run test test-fast check setup test-tools test-compose test-gpu test-search test-fuzz clean
 

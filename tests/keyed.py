@@ -45,7 +45,7 @@ class KeyedRun:
         path = self.files[name] = self.keys / f"{run}.{role}.{name}.key"
         new_key(self.keys, role=role, run=run, name=name).save(path)
         if "broker" in self.processes:
-            self.processes["broker"].wait_until_it_says(f'key_added key="{role} {name} of {run}"')
+            self.processes["broker"].wait_for_output(f'key_added key="{role} {name} of {run}"')
         return path
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class KeyedRun:
 
     def check_alive(self) -> None:
         for name, process in self.processes.items():
-            assert process.child.poll() is None, f"{name} has ended: {process.said[-3000:]}"
+            assert process.child.poll() is None, f"{name} has ended: {process.output[-3000:]}"
 
     def wait_for_merges(self, more: int, why: str) -> None:
         """Every learner gives to so many rounds from now on."""

@@ -1,6 +1,7 @@
-"""A whole run of real processes that a test may mistreat: `diloco up` with a small, fast model in a folder of its own.
+"""Whole runs of real processes: `diloco up` with a small, fast model in a folder of its own, and the faults that tests
+cause in it (kill, freeze, interrupt).
 
-Whatever happens, every process that it started is gone afterwards, each ended by its own process id.
+Every process that a run started has ended when its context is left; each is ended by its own process id.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,14 +29,16 @@ TOKENS_A_STEP = 4 * 32
 FRAGMENTS = 6
 SCHEDULE = ["--sync-every", "12", "--fragments", str(FRAGMENTS)]
 TEXT = argparse.__file__
-"""About 100 kB of ordinary text that is on every machine: read in no time."""
+"""About 100 kB of ordinary text that every machine has."""
 FOR_EVER = 10**7
 START_SECONDS = 90.0
-"""Everything may start slowly on a machine that is busy with other things."""
+"""Limit for a start on a busy machine."""
+STOP_SECONDS = 10.0
+"""Limit for a graceful stop."""
 
 
 class Process:
-    """A command of ours in a session of its own; what it says is kept."""
+    """A `diloco` command in a session of its own; its output is kept."""
 
     def __init__(
         self,
@@ -41,30 +46,38 @@ class Process:
         *arguments: str,
         environment: Mapping[str, str | None] | None = None,
         around: Sequence[str] = (),
+        display_is_closed: bool = False,
     ) -> None:
-        """`around`: a command that runs ours."""
+        """`around`: a command that runs this one. `display_is_closed`: the reader of stderr goes after the first line,
+        as `head -1` does.
+        """
         changed = {**os.environ, **(environment or {})}
         self.place = place
         place.mkdir(parents=True, exist_ok=True)
-        number = len(list(place.glob("said-*.txt")))
-        self.out, self.err = place / f"said-{number}.txt", place / f"erred-{number}.txt"
+        number = len(list(place.glob("out-*.txt")))
+        self.out, self.err = place / f"out-{number}.txt", place / f"err-{number}.txt"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.child = subprocess.Popen(
-                [*around, *DILOCO, *arguments], cwd=place, stdout=out, stderr=err, start_new_session=True,
+                [*around, *DILOCO, *arguments], cwd=place, stdout=out, start_new_session=True,
+                stderr=subprocess.PIPE if display_is_closed else err,
                 env={name: value for name, value in changed.items() if value is not None},
             )  # fmt: skip
+        if display_is_closed:
+            assert self.child.stderr is not None
+            self.child.stderr.readline()
+            self.child.stderr.close()
 
     @property
     def pid(self) -> int:
         return self.child.pid
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.out.read_text("utf-8", "replace") + self.err.read_text("utf-8", "replace")
 
     @property
-    def last_words(self) -> str:
-        """What stands on stderr, if it is one sentence of ours; AssertionError otherwise."""
+    def error_sentence(self) -> str:
+        """Stderr, if it is one sentence of `diloco`; AssertionError otherwise."""
         sentence = self.err.read_text("utf-8")
         assert sentence.startswith("diloco: "), sentence
         assert sentence.count("\n") == 1, sentence
@@ -79,14 +92,19 @@ class Process:
         try:
             return self.child.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {seconds:g} s: {self.said[-3000:]}") from None
+            raise AssertionError(f"still running after {seconds:g} s: {self.output[-3000:]}") from None
 
-    def wait_until_it_says(self, words: str, seconds: float = START_SECONDS) -> None:
-        def says() -> bool:
-            assert self.child.poll() is None or words in self.said, self.said[-3000:]
-            return words in self.said
+    def interrupt(self, seconds: float = STOP_SECONDS) -> int:
+        """Ctrl-C once; the exit code."""
+        self.signal(signal.SIGINT)
+        return self.wait(seconds)
 
-        wait_for(says, f"it says {words!r}", seconds)
+    def wait_for_output(self, words: str, seconds: float = START_SECONDS) -> None:
+        def is_printed() -> bool:
+            assert self.child.poll() is None or words in self.output, self.output[-3000:]
+            return words in self.output
+
+        wait_for(is_printed, f"{words!r} is printed", seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +116,7 @@ class Process:
 
 
 class Run(Process):
-    """`diloco up --json` as a child, and the eyes and hands of a test in it."""
+    """`diloco up --json` as a child: its state, and faults in its processes."""
 
     def __init__(
         self,
@@ -109,8 +127,9 @@ class Run(Process):
         evaluator: bool = False,
         resumes: bool = False,
         environment: Mapping[str, str | None] | None = None,
+        display_is_closed: bool = False,
     ) -> None:
-        """`resumes`: the run that is in `place` goes on, with what it had."""
+        """`resumes`: continues the run in `place` with its own settings."""
         self.run = run
         self._store: Any = None
         self._logs: dict[str, tuple[list[dict[str, Any]], int]] = {}
@@ -120,39 +139,39 @@ class Run(Process):
         local = [] if resumes else ["--threads", "1", "--data", TEXT]
         super().__init__(
             place, "up", *begun, "--json", *watch, *local, "--broker-port", str(free_ports()), *arguments,
-            environment=environment,
+            environment=environment, display_is_closed=display_is_closed,
         )  # fmt: skip
 
-    # --- eyes --------------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
     @property
-    def told(self) -> dict[str, Any]:
-        """run.json: ports and process ids; {} until this very `up` has written it."""
-        assert self.child.poll() is None, f"it has ended with {self.child.poll()}: {self.said[-3000:]}"
-        told = self.folder.run_map()
-        return told if told.get("pid") == self.pid else {}
+    def run_map(self) -> dict[str, Any]:
+        """run.json: ports and process ids; {} until this `diloco up` has written it."""
+        assert self.child.poll() is None, f"ended with exit code {self.child.poll()}: {self.output[-3000:]}"
+        run_map = self.folder.run_map()
+        return run_map if run_map.get("pid") == self.pid else {}
 
     @property
     def broker(self) -> str:
-        return str(self.told["broker"])
+        return str(self.run_map["broker"])
 
     @property
     def store_url(self) -> str:
-        return str(self.told["redis"])
+        return str(self.run_map["redis"])
 
     @property
     def store(self) -> Any:
-        """A client of the run's store."""
+        """A client of the run's Redis."""
         if self._store is None:
             self._store = redis.Redis.from_url(self.store_url, decode_responses=True, socket_timeout=10, protocol=2)
         return self._store
 
     def pid_of(self, name: str) -> int:
-        """0 while it is not running."""
-        return int(self.told.get("processes", {}).get(name, 0))
+        """0 while the process is not running."""
+        return int(self.run_map.get("processes", {}).get(name, 0))
 
-    def row(self, key: str) -> dict[str, str]:
-        """A hash in the store; empty while it is not there, or the store is away."""
-        if "redis" not in self.told:
+    def redis_hash(self, key: str) -> dict[str, str]:
+        """A hash in Redis; empty while it does not exist or Redis does not answer."""
+        if "redis" not in self.run_map:
             return {}
         try:
             return dict(self.store.hgetall(key))
@@ -160,20 +179,20 @@ class Run(Process):
             return {}
 
     def figure(self, name: str, run: str = "") -> int:
-        """A whole number of the run's hash; 0 while it is not there."""
-        return int(self.row(f"dd:{run or self.run}:run").get(name, 0))
+        """An integer field of the run's hash; 0 while it does not exist."""
+        return int(self.redis_hash(f"dd:{run or self.run}:run").get(name, 0))
 
     def learner(self, name: str, run: str = "") -> dict[str, str]:
-        return self.row(f"dd:{run or self.run}:learner:{name}")
+        return self.redis_hash(f"dd:{run or self.run}:learner:{name}")
 
     def merged_of(self, name: str, run: str = "") -> int:
-        """Tokens of this learner that were merged."""
+        """Merged tokens of this learner."""
         return int(self.learner(name, run).get("tokens_merged", 0))
 
     def versions(self, run: str = "") -> list[int]:
-        """The newest version of each fragment; -1 where it is not there."""
+        """The newest version of each fragment; -1 where Redis has none."""
         keys = [f"dd:{run or self.run}:fragment:{p}" for p in range(FRAGMENTS)]
-        return [int(self.row(key).get("version", -1)) for key in keys]
+        return [int(self.redis_hash(key).get("version", -1)) for key in keys]
 
     def log(self, process: str) -> list[dict[str, Any]]:
         """The events in its log so far; every line is JSON."""
@@ -192,8 +211,8 @@ class Run(Process):
         return [row for row in self.log(process) if row["event"] == event]
 
     def wait_for_versions(self, more: int, why: str, run: str = "") -> None:
-        """Every fragment is merged so many times from now on (in whatever epoch)."""
-        wait_for(lambda: min(self.versions(run)) >= 0, f"{why}: versions are shown")
+        """Wait until every fragment has been merged `more` times from now on (in any epoch)."""
+        wait_for(lambda: min(self.versions(run)) >= 0, f"{why}: Redis has the versions")
         before = self.versions(run)
         goals = [version + more for version in before]
         wait_for(
@@ -202,71 +221,85 @@ class Run(Process):
             START_SECONDS,
         )
 
-    def wait_until_it_runs(self) -> Self:
-        """Everything is started, all are shown, and the first rounds are merged."""
-        wait_for(lambda: len(self.told.get("processes", {})) >= 4, "all are started", START_SECONDS)
+    def wait_until_training(self) -> Self:
+        """Wait until all processes run, all learners are live, and the first rounds are merged."""
+        wait_for(lambda: len(self.run_map.get("processes", {})) >= 4, "all processes are started", START_SECONDS)
         wait_for(lambda: min(self.versions()) > 0, "the first rounds are merged", START_SECONDS)
-        for name in self.told["learners_asked"]:
+        for name in self.run_map["learners_asked"]:
             wait_for(lambda name=name: self.learner(name).get("state") == "live", f"{name} is live", START_SECONDS)  # type: ignore[misc]
         return self
 
-    # --- hands -------------------------------------------------------------------------------------------------------
-    def kill(self, name: str) -> int:
-        """kill -9, and wait until another process bears its name: the new one's id."""
-        old = self.pid_of(name)
-        os.kill(old, signal.SIGKILL)
-        return wait_for(lambda: self.pid_of(name) not in (0, old) and self.pid_of(name), f"{name} is started again")
+    # --- faults ------------------------------------------------------------------------------------------------------
+    def kill(self, *names: str) -> None:
+        """kill -9, and wait until all are restarted."""
+        old = {name: self.pid_of(name) for name in names}
+        for pid in old.values():
+            os.kill(pid, signal.SIGKILL)
+        for name, pid in old.items():
+            wait_for(lambda name=name, pid=pid: self.pid_of(name) not in (0, pid), f"{name} is restarted")  # type: ignore[misc]
+
+    @contextmanager
+    def frozen(self, name: str) -> Iterator[int]:
+        """SIGSTOP, and SIGCONT when the context is left; the process id."""
+        pid = self.pid_of(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            with suppress(ProcessLookupError):  # it may have been killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
     def pids(self) -> list[int]:
-        return [self.pid, *self.told.get("processes", {}).values()]
+        return [self.pid, *self.run_map.get("processes", {}).values()]
 
     # --- the end -----------------------------------------------------------------------------------------------------
-    def figures(self, seconds: float = 120) -> dict[str, Any]:
-        """Wait for its end by itself; the line of JSON, checked."""
-        assert self.wait(seconds) == 0, self.said[-3000:]
-        return self.check_figures()
+    def final_figures(self, seconds: float = 120) -> dict[str, Any]:
+        """Wait until the run finishes; the line of JSON, checked."""
+        assert self.wait(seconds) == 0, self.output[-3000:]
+        return self.figures
 
-    def check_figures(self) -> dict[str, Any]:
-        """The line of JSON of a run that ended; its books must agree."""
-        told: dict[str, Any] = json.loads(self.out.read_text("utf-8").splitlines()[-1])
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The line of JSON of a run that ended, checked when first read; its token ledger must agree."""
+        figures: dict[str, Any] = json.loads(self.out.read_text("utf-8").splitlines()[-1])
         summary = self.folder.summary()
-        check_books(told)
+        check_token_ledger(figures)
         for row in summary["learners"]:
-            check_books(row)
+            check_token_ledger(row)
             assert row["tokens_reported"] == TOKENS_A_STEP * row["local_steps"], row
         for share in ("uptime", "merge_participation", "goodput", "useful_share", "stall_share"):
-            assert 0 <= told[share] <= 1, (share, told)
-        assert told["tokens_reported"] == sum(row["tokens_reported"] for row in told["learners"]), told
+            assert 0 <= figures[share] <= 1, (share, figures)
+        assert figures["tokens_reported"] == sum(row["tokens_reported"] for row in figures["learners"]), figures
         if summary["state"] == "finished":
-            assert told["tokens_pending"] == 0, told
-            assert told["model_hash"], told
+            assert figures["tokens_pending"] == 0, figures
+            assert figures["model_hash"], figures
             for name in self.finishers():
-                heard = self.events(name, "finished")
-                assert heard, f"{name} never took the final model"
-                assert heard[-1]["model_hash"] == told["model_hash"][:16], name
-        return told
+                finished = self.events(name, "finished")
+                assert finished, f"{name} never adopted the final model"
+                assert finished[-1]["model_hash"] == figures["model_hash"][:16], name
+        return figures
 
     def finishers(self) -> list[str]:
-        """Those that must hold the final model at the end."""
+        """Learners that must hold the final model at the end."""
         return list(self.folder.run_map()["learners_asked"])
 
 
-def check_books(figures: Mapping[str, Any]) -> None:
-    """Not one reported token is missing."""
+def check_token_ledger(figures: Mapping[str, Any]) -> None:
+    """Every reported token is merged, pending or lost."""
     merged, pending, lost = (figures[f"tokens_{what}"] for what in ("merged", "pending", "lost"))
     assert figures["tokens_reported"] == merged + pending + lost, figures
     assert min(merged, pending, lost) >= 0, figures
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def wait_until_gone(pids: list[int], seconds: float = 15) -> None:
-    wait_for(lambda: not any(lives(pid) for pid in pids), "no process is left", seconds)
+def wait_until_ended(pids: list[int], seconds: float = 15) -> None:
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), "all processes have ended", seconds)
 
 
 def resident_mib(pid: int) -> float:

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run import MODEL, SCHEDULE, START_SECONDS, TEXT, Process, Run, lives
+from run import MODEL, SCHEDULE, START_SECONDS, STOP_SECONDS, TEXT, Process, Run, is_alive
 from transport import free_ports
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
-
-STOP_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +45,9 @@ def test_learner_and_syncer_end_in_time_and_well_when_they_are_asked_to_after_th
         merged = _log(tmp_path / "syncer.jsonl").count("merged")
         learner.signal(signal.SIGTERM)
         syncer.signal(signal.SIGTERM)
-        assert learner.wait(STOP_SECONDS) == 0, learner.said
-        assert syncer.wait(STOP_SECONDS) == 0, syncer.said
-    assert "goodbye_not_sent" in learner.said
+        assert learner.wait(STOP_SECONDS) == 0, learner.output
+        assert syncer.wait(STOP_SECONDS) == 0, syncer.output
+    assert "goodbye_not_sent" in learner.output
     assert merged > 0
     summary = json.loads((tmp_path / "runs" / "it" / "summary.json").read_text())
     assert summary["state"] == "stopped"
@@ -72,8 +70,8 @@ def test_a_port_that_somebody_has_is_named_and_nothing_is_begun(tmp_path: Path, 
         first = port - 2 if option == "--broker-port" else port  # one of the broker's four
         with Run(tmp_path, option, str(first)) as run:
             assert run.wait() == 2
-            assert f"port {port} on 127.0.0.1 is taken" in run.last_words
-            assert option in run.last_words
+            assert f"port {port} on 127.0.0.1 is taken" in run.error_sentence
+            assert option in run.error_sentence
         assert not run.folder.path.exists()
 
 
@@ -83,22 +81,22 @@ def test_a_run_in_a_place_of_umlauts_blanks_and_pictures_needs_no_locale(tmp_pat
     folder = place / "Größe ½"
     with Run(place, "--dir", str(folder), steps=60, evaluator=True, environment=bare) as run:
         run.folder = type(run.folder)(folder)
-        told = run.figures()
+        told = run.final_figures()
     assert told["steps"] == 60
     for name in ("store", "broker", "syncer", "learner-1", "evaluator"):
         assert name == "store" or run.log(name), name
         assert not run.folder.stderr(name).exists() or not run.folder.stderr(name).read_text(), name
     for command in (["report", str(folder)], ["sample", str(folder), "--bytes", "5"], ["status", str(folder)]):
         with Process(place, *command, environment=bare) as looked:
-            assert looked.wait() == 0, looked.said
-            assert "Traceback" not in looked.said
-    assert not any(lives(pid) for pid in run.folder.run_map()["processes"].values())
+            assert looked.wait() == 0, looked.output
+            assert "Traceback" not in looked.output
+    assert not any(is_alive(pid) for pid in run.folder.run_map()["processes"].values())
     assert {"model.safetensors", "loss.png", "metrics.csv"} <= {path.name for path in folder.iterdir()}
 
 
 def test_a_learner_that_finds_no_broker_says_so_every_few_seconds_and_gives_up_in_time(lonely: Process) -> None:
     assert lonely.wait(60) == 3
-    waits = [line for line in lonely.said.splitlines() if " waiting " in line]
-    assert len(waits) == 2, lonely.said
-    last = lonely.said.splitlines()[-1]
+    waits = [line for line in lonely.output.splitlines() if " waiting " in line]
+    assert len(waits) == 2, lonely.output
+    last = lonely.output.splitlines()[-1]
     assert last.startswith("diloco: a beat of any run was not heard at tcp://127.0.0.1:"), last

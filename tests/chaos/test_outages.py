@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from probe import Probe, altered, malformed
-from run import FRAGMENTS, MODEL, SCHEDULE, TEXT, Process, Run, check_books, lives, resident_mib, wait_until_gone
+from run import (
+    FRAGMENTS,
+    MODEL,
+    SCHEDULE,
+    TEXT,
+    Process,
+    Run,
+    check_token_ledger,
+    is_alive,
+    resident_mib,
+    wait_until_ended,
+)
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
 
-STOP_SECONDS = 10.0
 HEAL_SECONDS = 10.0
 """Two beats are meant; a busy machine may need longer."""
 
@@ -24,24 +32,13 @@ HEAL_SECONDS = 10.0
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Run `a`, which goes on until it is asked to stop. No test ends it, and none may cost it a process."""
     with Run(tmp_path_factory.mktemp("outages"), run="a") as run:
-        yield run.wait_until_it_runs()
-        assert run.told["faults"] == 0
+        yield run.wait_until_training()
+        assert run.run_map["faults"] == 0
         left = run.pids()
-        run.signal(signal.SIGINT)
-        assert run.wait(STOP_SECONDS) == 0, run.said
-        wait_until_gone(left)
-        names = {row["name"] for row in run.check_figures()["learners"]}
+        assert run.interrupt() == 0, run.output
+        wait_until_ended(left)
+        names = {row["name"] for row in run.figures["learners"]}
         assert names == {"learner-1", "learner-2"} | ({"guest"} if run.events("syncer", "left") else set())
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process stands still meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def join(run: Run, name: str, *, of: str = "a") -> Process:
@@ -67,7 +64,7 @@ def test_what_is_taken_from_the_store_is_there_again_within_a_beat_or_two(run: R
 
 def test_a_store_that_stands_still_stops_nobody(run: Run) -> None:
     pids = run.pids()
-    with stopped(run.pid_of("store")):
+    with run.frozen("store"):
         wait_for(lambda: _missed(run), "the syncer misses the store")
         before = len(run.events("syncer", "merged"))
         wait_for(lambda: len(run.events("syncer", "merged")) > before + 10 * FRAGMENTS, "rounds go on")
@@ -86,7 +83,7 @@ def _missed(run: Run) -> list[str]:
 def test_a_learner_that_slept_through_many_versions_takes_the_current_state_and_nothing_ancient_is_merged(
     run: Run,
 ) -> None:
-    with stopped(run.pid_of("learner-1")):
+    with run.frozen("learner-1"):
         wait_for(lambda: run.learner("learner-1")["state"] == "lost", "it is missed")
         merged, slept = run.merged_of("learner-1"), len(run.events("syncer", "merged"))
         run.wait_for_versions(20, "while one sleeps")
@@ -104,7 +101,7 @@ def test_a_live_name_is_refused_to_a_second_learner_and_the_first_goes_on(run: R
     merged = run.merged_of("learner-2")
     with join(run, "learner-2") as second:
         assert second.wait(90) == 2
-        assert "the name learner-2 is in use by a learner that is alive" in second.said
+        assert "the name learner-2 is in use by a learner that is alive" in second.output
     wait_for(lambda: run.merged_of("learner-2") > merged, "the first one's work is merged")
     assert run.learner("learner-2")["incarnation"] == incarnation
     assert abs(float(run.learner("learner-2")["joined_at"]) - float(joined)) < 1
@@ -114,10 +111,10 @@ def test_a_learner_from_outside_joins_a_run_and_leaves_it_when_asked_to(run: Run
     with join(run, "guest") as guest:
         wait_for(lambda: run.merged_of("guest") > 0, "the guest's work is merged", 90)
         guest.signal(signal.SIGTERM)
-        assert guest.wait(15) == 0, guest.said
+        assert guest.wait(15) == 0, guest.output
     wait_for(lambda: run.learner("guest")["state"] == "left", "the guest has left")
     wait_for(lambda: run.learner("guest")["tokens_pending"] == "0", "nothing of the guest is pending", HEAL_SECONDS)
-    check_books({name: int(value) for name, value in run.learner("guest").items() if name.startswith("tokens_")})
+    check_token_ledger({name: int(value) for name, value in run.learner("guest").items() if name.startswith("tokens_")})
 
 
 # --- others on the same broker ---------------------------------------------------------------------------------------
@@ -133,12 +130,12 @@ def test_two_runs_on_one_broker_and_one_store_do_not_meet_though_name_and_model_
     ):
         wait_for(lambda: run.merged_of("learner-1", "a2") > 0, "the second run merges", 90)
         run.wait_for_versions(2, "the first run beside the second")
-        assert syncer.wait(90) == 0, syncer.said
-        assert one.wait(30) == 0, one.said
-    told = run.row("dd:a2:run")
+        assert syncer.wait(90) == 0, syncer.output
+        assert one.wait(30) == 0, one.output
+    told = run.redis_hash("dd:a2:run")
     assert told["state"] == "finished"
-    assert told["model_hash"][:16] in one.said
-    check_books({name: int(value) for name, value in told.items() if name.startswith("tokens_")})
+    assert told["model_hash"][:16] in one.output
+    check_token_ledger({name: int(value) for name, value in told.items() if name.startswith("tokens_")})
     assert run.store.zrange("dd:a2:learners", 0, -1) == ["learner-1"]
     assert run.figure("epoch") == before["epoch"]
     assert run.figure("tokens_merged") > before["tokens_merged"]
@@ -171,6 +168,6 @@ def test_whatever_a_stranger_publishes_rounds_close_memory_stays_and_nothing_is_
     assert max(grown.values()) < sent_mib, (grown, sent_mib)
     reasons = {row["reason"] for row in run.events("syncer", "rejected")}
     assert {"header", "field", "frames", "checksum", "chunk", "topic", "stranger", "epoch"} <= reasons, reasons
-    assert all(lives(pid) for pid in pids)
+    assert all(is_alive(pid) for pid in pids)
     for name in ("syncer", "broker"):
         assert not [row for row in run.log(name) if row["level"] == "error"]

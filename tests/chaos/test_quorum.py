@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 from probe import Probe, altered
-from run import TEXT, Process, Run, wait_until_gone
+from run import TEXT, Process, Run, wait_until_ended
 from waiting import wait_for
 
 pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be busy with others
@@ -19,21 +18,21 @@ pytestmark = pytest.mark.timeout(400)  # whole runs, on a machine that may be bu
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     slowly = ["--sync-every", "120"]  # an attempt lasts long enough to be answered by a stranger as well
     with Run(tmp_path_factory.mktemp("quorum"), "--quorum", "2", *slowly) as run:
-        yield run.wait_until_it_runs()
+        yield run.wait_until_training()
 
 
 def test_one_of_two_is_killed_the_run_says_so_and_goes_on_with_its_replacement(run: Run) -> None:
     before = run.learner("learner-2")["incarnation"]
     run.kill("learner-2")
-    wait_for(lambda: run.row("dd:it:run")["quorum_state"] == "1 of 2", "it says that it is below the quorum")
+    wait_for(lambda: run.redis_hash("dd:it:run")["quorum_state"] == "1 of 2", "it says that it is below the quorum")
     wait_for(
         lambda: any(row["sentence"].startswith("1 of the 2 learners") for row in run.events("syncer", "blocked")),
         "the syncer's log says so too",
     )
     wait_for(lambda: run.learner("learner-2")["incarnation"] != before, "another learner-2 has joined", 90)
     run.wait_for_versions(2, "with the replacement")
-    assert run.row("dd:it:run")["quorum_state"] == "met"
-    assert run.told["faults"] == 1
+    assert run.redis_hash("dd:it:run")["quorum_state"] == "met"
+    assert run.run_map["faults"] == 1
     counts = [row["contributors"] for row in run.events("syncer", "merged")]
     assert set(counts) == {2}, "nothing was merged below the quorum"
 
@@ -55,36 +54,29 @@ def test_forged_answers_to_an_open_call_are_refused_for_what_they_are_and_the_ge
 
     with Probe(run.broker, "it") as probe:
         merges = len(run.events("syncer", "merged"))
-        os.kill(run.pid_of("learner-2"), signal.SIGSTOP)  # below the quorum, calls stay open
-        try:
+        with run.frozen("learner-2"):  # below the quorum, calls stay open
             wait_for(refused, "every forgery was refused for its reason", 60)
-        finally:
-            os.kill(run.pid_of("learner-2"), signal.SIGCONT)
         run.wait_for_versions(2, "after the forgeries")
     for row in run.events("syncer", "merged")[merges:]:
         assert row["learners"] == "learner-1,learner-2", row
         assert row["tokens"] < 10**7, row
-    assert run.told["faults"] == 1
+    assert run.run_map["faults"] == 1
 
 
 def test_a_learner_whose_name_was_taken_while_it_slept_costs_the_run_nothing_but_its_place(run: Run) -> None:
-    sleeper, incarnation = run.pid_of("learner-1"), run.learner("learner-1")["incarnation"]
+    incarnation = run.learner("learner-1")["incarnation"]
     where = ["--broker", run.broker, "--run", "it", "--name", "learner-1"]
-    os.kill(sleeper, signal.SIGSTOP)
-    try:
-        wait_for(lambda: run.learner("learner-1")["state"] == "lost", "it is missed")
-        with Process(run.place, "learner", *where, "--data", TEXT, "--threads", "1") as other:
+    with contextlib.ExitStack() as stack:
+        with run.frozen("learner-1") as frozen:
+            wait_for(lambda: run.learner("learner-1")["state"] == "lost", "it is missed")
+            other = stack.enter_context(Process(run.place, "learner", *where, "--data", TEXT, "--threads", "1"))
             wait_for(lambda: run.learner("learner-1")["incarnation"] != incarnation, "another one has its name", 90)
-            os.kill(sleeper, signal.SIGCONT)
-            wait_for(lambda: run.pid_of("learner-1") != sleeper, "the sleeper hears of it and ends")
-            taken = run.learner("learner-1")["incarnation"]
-            run.wait_for_versions(1, "with the other one")
-            assert run.learner("learner-1")["incarnation"] == taken
-            other.signal(signal.SIGTERM)
-            assert other.wait(15) == 0, other.said
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(sleeper, signal.SIGCONT)
+        wait_for(lambda: run.pid_of("learner-1") != frozen, "the first one learns of it and ends")
+        taken = run.learner("learner-1")["incarnation"]
+        run.wait_for_versions(1, "with the other one")
+        assert run.learner("learner-1")["incarnation"] == taken
+        other.signal(signal.SIGTERM)
+        assert other.wait(15) == 0, other.output
     wait_for(lambda: run.learner("learner-1")["incarnation"] != taken, "the name is free again, and taken", 90)
     run.wait_for_versions(1, "with the learner that was started again")
 
@@ -93,5 +85,5 @@ def test_when_the_one_that_keeps_all_alive_is_killed_no_process_is_left(run: Run
     pids = run.pids()
     assert len(pids) == 6
     run.child.kill()
-    wait_until_gone(pids)
+    wait_until_ended(pids)
     assert not run.folder.is_up()

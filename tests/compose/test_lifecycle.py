@@ -148,7 +148,7 @@ def test_a_learner_from_this_machine_joins_with_a_key_and_not_without(project: P
         )
         assert len(merged) == 1
         assert stranger.wait(120) == 3
-        assert f"the broker at {address} wants a key: give --key" in stranger.said
+        assert f"the broker at {address} wants a key: give --key" in stranger.output
         revoked = project.compose("run", "--rm", "-T", "keys", "revoke", "--role", "learner", "--name", "far")
         assert "far" in revoked.stdout
         wait_for(lambda: not any(name.startswith("far-") for name in project.learners()), "it is cut off", 60)

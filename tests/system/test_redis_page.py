@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -93,15 +92,14 @@ class Asked:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     place = tmp_path_factory.mktemp("asked")
     with Run(place, run="run") as run:
-        yield Asked(run.wait_until_it_runs(), place / "tools")
+        yield Asked(run.wait_until_training(), place / "tools")
 
 
 @pytest.fixture
 def sleeper(asked: Asked) -> Iterator[str]:
-    """learner-2 neither steps nor speaks."""
-    os.kill(asked.run.pid_of("learner-2"), signal.SIGSTOP)
-    yield "learner-2"
-    os.kill(asked.run.pid_of("learner-2"), signal.SIGCONT)
+    """A learner that neither steps nor sends."""
+    with asked.run.frozen("learner-2"):
+        yield "learner-2"
 
 
 def test_there_are_ten_questions_with_one_command_each() -> None:
@@ -162,19 +160,16 @@ def test_what_happened_in_the_last_minute_is_told_and_nothing_older(asked: Asked
 
 
 def test_where_nothing_is_merged_the_reason_and_the_fragment_are_named(asked: Asked, sleeper: str) -> None:
-    os.kill(asked.run.pid_of("learner-1"), signal.SIGSTOP)
-    try:
+    with asked.run.frozen("learner-1"):
         question = "Why is nothing merged?"
         wait_for(lambda: asked.answer(question)[1:3] == ["0 of 1", "0"], "nobody is there to answer")
         assert asked.answer(question)[0] == "running"
         wait_for(lambda: "learner-1 has not been heard for" in asked.answer(question)[-1], "the sentence says whom")
-        merged_at = {p: float(asked.run.row(f"dd:run:fragment:{p}")["merged_at"]) for p in range(FRAGMENTS)}
+        merged_at = {p: float(asked.run.redis_hash(f"dd:run:fragment:{p}")["merged_at"]) for p in range(FRAGMENTS)}
         fragment, when = asked.numbers("Which fragment is stuck?")
         assert int(fragment) == min(merged_at, key=lambda p: merged_at[p])
         assert when == min(merged_at.values())
         assert when < max(merged_at.values())
-    finally:
-        os.kill(asked.run.pid_of("learner-1"), signal.SIGCONT)
     asked.run.wait_for_versions(1, "all go on", "run")
     assert asked.numbers("Which fragment is stuck?")[1] > when
 

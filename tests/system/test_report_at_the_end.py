@@ -32,9 +32,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
         syncer(place, broker) as served,
         learner(place, broker) as trained,
     ):
-        assert trained.wait(120) == 0, trained.said
-        assert served.wait(60) == 0, served.said
-        assert judged.wait(120) == 0, judged.said
+        assert trained.wait(120) == 0, trained.output
+        assert served.wait(60) == 0, served.output
+        assert judged.wait(120) == 0, judged.output
         yield place, judged
 
 
@@ -61,7 +61,7 @@ def test_an_evaluator_that_starts_again_after_the_end_shows_it_again_and_ends_we
         (place / "runs" / "it" / name).unlink()
     evaluations = (place / "runs" / "it" / "evaluations.jsonl").read_text()
     with evaluator(place, "tcp://127.0.0.1:1", "--report", "--join-timeout", "1") as again:
-        assert again.wait(60) == 0, again.said
+        assert again.wait(60) == 0, again.output
         check_shown(place, again)
     assert (place / "runs" / "it" / "evaluations.jsonl").read_text() == evaluations
 
@@ -69,8 +69,8 @@ def test_an_evaluator_that_starts_again_after_the_end_shows_it_again_and_ends_we
 def test_an_evaluator_whose_syncer_is_back_to_tell_the_end_ends_well(finished: tuple[Path, Process]) -> None:
     place, _ = finished
     with running_broker() as broker, evaluator(place, broker, "--report") as again, syncer(place, broker) as served:
-        assert served.wait(60) == 0, served.said
-        assert again.wait(60) == 0, again.said
+        assert served.wait(60) == 0, served.output
+        assert again.wait(60) == 0, again.output
         check_shown(place, again)
 
 
@@ -81,7 +81,7 @@ def test_without_its_run_an_evaluator_of_one_that_goes_on_is_at_a_loss(finished:
     try:
         folder.raise_steps(10_000)
         with evaluator(place, "tcp://127.0.0.1:1", "--report", "--join-timeout", "1") as again:
-            assert again.wait(60) == 3, again.said
+            assert again.wait(60) == 3, again.output
         assert not is_finished(folder)
     finally:
         (folder.path / "settings.json").write_text(setup)
@@ -98,7 +98,7 @@ def test_an_evaluator_that_is_stopped_reports_nothing(tmp_path: Path) -> None:
         record = tmp_path / "runs" / "it" / "evaluations.jsonl"
         wait_for(lambda: record.exists() and record.read_text(), "it judges", 90)
         judged.signal(signal.SIGTERM)
-        assert judged.wait(30) == 0, judged.said
+        assert judged.wait(30) == 0, judged.output
         assert judged.out.read_text() == ""
 
 

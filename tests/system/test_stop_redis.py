@@ -49,8 +49,8 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
 
 def whole_run(place: Path, broker: str, url: str, *more: str) -> None:
     with syncer(place, broker, *more, redis=url) as served, learner(place, broker) as trained:
-        assert trained.wait(120) == 0, trained.said
-        assert served.wait(60) == 0, served.said
+        assert trained.wait(120) == 0, trained.output
+        assert served.wait(60) == 0, served.output
 
 
 def test_a_finished_run_tells_the_store_to_save_and_end_and_all_of_it_is_in_the_file(
@@ -76,7 +76,7 @@ def test_a_run_that_is_only_stopped_leaves_the_store_alone(tmp_path: Path, guard
     ):
         wait_for(lambda: int(guarded.client.hget("dd:it:run", "merges") or 0) > 0, "it trains", 90)
         served.signal(15)
-        assert served.wait(30) == 0, served.said
+        assert served.wait(30) == 0, served.output
         trained.signal(15)
         trained.wait(30)
     assert guarded.end() is None
@@ -115,16 +115,16 @@ def test_a_syncer_with_a_wrong_password_says_so_in_one_sentence_and_makes_no_run
         url = guarded.url.replace("//", "//nobody@")
     with syncer(tmp_path, "tcp://127.0.0.1:1", redis=url) as served:
         assert served.wait(60) == 2
-        assert "authentication failed at redis://" in served.last_words
-        assert SECRET not in served.said
-        assert "geheim" not in served.said
+        assert "authentication failed at redis://" in served.error_sentence
+        assert SECRET not in served.output
+        assert "geheim" not in served.output
     assert not (tmp_path / "runs").exists()
 
 
 def test_to_stop_a_store_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with Process(tmp_path, "syncer", "--stop-redis", environment={"DILOCO_REDIS": ""}) as served:
         assert served.wait(60) == 2
-        assert "--stop-redis needs --redis" in served.last_words
+        assert "--stop-redis needs --redis" in served.error_sentence
 
 
 def test_the_password_stands_in_no_command_line_and_no_log(tmp_path: Path, guarded: Guarded) -> None:
@@ -132,5 +132,5 @@ def test_the_password_stands_in_no_command_line_and_no_log(tmp_path: Path, guard
         wait_for(lambda: guarded.client.hget("dd:it:run", "state") == "waiting", "the syncer is in the store", 60)
         arguments = Path(f"/proc/{served.pid}/cmdline").read_bytes()
         assert SECRET.encode() not in arguments
-        assert SECRET not in served.said
+        assert SECRET not in served.output
         assert SECRET not in (tmp_path / "syncer.jsonl").read_text()

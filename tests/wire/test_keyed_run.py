@@ -68,7 +68,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     made.key("observer", "nobody")  # a folder of keys has to be there when the broker starts
     with made.stack:
         broker = made.start(Process(tmp_path / "broker", "broker", "--port", str(port), "--keys", str(made.keys)))
-        broker.wait_until_it_says("broker_ready")
+        broker.wait_for_output("broker_ready")
         yield made
 
 
@@ -78,7 +78,7 @@ def test_syncer_learners_and_evaluator_train_a_run_with_one_key_each(site: Site)
     learners = [site.learner(name, "--key", shared) for name in ("site", "site-2")]
     evaluator = site.start(by_hand.evaluator(site.place, site.broker, "--key", site.key("observer", "eye")))
     for process in (syncer, *learners, evaluator):
-        assert process.wait(SECONDS) == 0, process.said[-3000:]
+        assert process.wait(SECONDS) == 0, process.output[-3000:]
     summary = RunFolder.open(site.place / "runs" / "it").summary()
     assert summary["state"] == "finished"
     assert {row["name"] for row in summary["learners"]} == {"site", "site-2"}
@@ -91,14 +91,16 @@ def test_who_has_no_good_key_is_told_so_and_ends_when_the_join_times_out(site: S
     without = site.learner("a", "--join-timeout", "10")
     wrong = site.learner("u", "--key", unknown, "--join-timeout", "10")
     assert without.wait(SECONDS) == wrong.wait(SECONDS) == 3
-    assert f"the broker at {site.broker} wants a key: give --key FILE" in without.said.splitlines()[-1]
-    assert f"the broker at {site.broker} refuses the key {unknown} (unknown or revoked)" in wrong.said.splitlines()[-1]
-    assert "waiting" in wrong.said  # it was told before it ended, too
+    assert f"the broker at {site.broker} wants a key: give --key FILE" in without.output.splitlines()[-1]
+    assert (
+        f"the broker at {site.broker} refuses the key {unknown} (unknown or revoked)" in wrong.output.splitlines()[-1]
+    )
+    assert "waiting" in wrong.output  # it was reported before it ended, too
 
 
 def test_a_syncer_that_is_refused_says_so_while_it_waits(site: Site) -> None:
     syncer = site.start(by_hand.syncer(site.place, site.broker))
-    syncer.wait_until_it_says("wants a key: give --key FILE", SECONDS)
+    syncer.wait_for_output("wants a key: give --key FILE", SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_a_key_that_does_not_serve_is_told_before_anything_starts(
 ) -> None:
     learner = site.learner(name, "--key", site.key("learner", "a"), *more)
     assert learner.wait(SECONDS) == 2
-    assert said in learner.last_words
+    assert said in learner.error_sentence
 
 
 def test_a_learner_that_is_revoked_is_told_so_and_the_others_go_on(site: Site) -> None:
@@ -124,8 +126,8 @@ def test_a_learner_that_is_revoked_is_told_so_and_the_others_go_on(site: Site) -
     for name in ("good", "bad"):
         site.wait_for_merges(name, 2)
     revoke(site.keys, role="learner", run="it", name="bad")
-    bad.wait_until_it_says("bad.key (unknown or revoked)", SECONDS)
+    bad.wait_for_output("bad.key (unknown or revoked)", SECONDS)
     site.wait_for_merges("good", 4)
     assert bad.wait(SECONDS) == 5
-    assert "(unknown or revoked)" in bad.said.splitlines()[-1]
+    assert "(unknown or revoked)" in bad.output.splitlines()[-1]
     assert good.child.poll() is None
