@@ -113,12 +113,12 @@ class AccessControl:
             return "revoked"
         if not rule.fits(topic):
             return "denied" if self._is_topic(topic) else "topic"
-        if rule.grant.role == "observer" and topic.split(b"/")[1] == b"hello" and not says_observer(header):
+        if rule.grant.role == "observer" and topic.split(b"/")[1] == b"hello" and not _announces_observer(header):
             return "denied"
         return ""
 
 
-def says_observer(header: bytes) -> bool:
+def _announces_observer(header: bytes) -> bool:
     """Whether a Hello's header names the role observer. A Hello as a learner would make every round wait for it."""
     if len(header) > HELLO_HEADER_BYTES:
         return False

@@ -60,7 +60,7 @@ class AuthorizedForwarder(Forwarder):
         with contextlib.suppress(zmq.Again):  # no more are waiting
             for _ in range(BATCH):
                 frame = self._sink.recv(zmq.NOBLOCK, copy=False)
-                octets, user = frame.bytes, user_of(frame)
+                octets, user = frame.bytes, _user_of(frame)
                 if len(octets) > 1 + PREFIX_BYTES:
                     self._reject_key(user, "sent a subscription that no topic begins with")
                 elif octets[:1] == SUBSCRIBE:
@@ -108,7 +108,7 @@ class AuthorizedForwarder(Forwarder):
                 first = receive(zmq.NOBLOCK, copy=False)
                 second = receive(zmq.NOBLOCK, copy=False) if first.more else None
                 payload = receive(zmq.NOBLOCK, copy=False) if second is not None and second.more else None
-                user = user_of(first)
+                user = _user_of(first)
                 rule = rule_of(user)
                 if second is None or (payload is not None and payload.more):
                     self._deny("frames", rule)
@@ -141,7 +141,7 @@ class AuthorizedForwarder(Forwarder):
         return {"keys": dict(self.offenders)}
 
 
-def user_of(frame: zmq.Frame) -> str | None:
+def _user_of(frame: zmq.Frame) -> str | None:
     """The public half of the sender's key; None for a frame made by libzmq itself."""
     try:
         return str(frame.get("User-Id"))

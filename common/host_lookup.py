@@ -90,7 +90,7 @@ def lookup(host: str) -> Lookup:
     return Lookup(host)
 
 
-def is_literal(host: str) -> bool:
+def _is_literal(host: str) -> bool:
     """Whether `host` is a numeric address, which needs no resolver."""
     try:
         ipaddress.ip_address(host)
@@ -105,7 +105,7 @@ class HostWatch:
     def __init__(self, host: str, names: Callable[[str], Lookup] = lookup) -> None:
         self.unresolved = ""
         """Why the name cannot be resolved, in a sentence; "" if it can, or the connection is up."""
-        self._lookup = None if is_literal(host) else names(host)
+        self._lookup = None if _is_literal(host) else names(host)
         self._down_since: float | None = None
         self._host = host
 

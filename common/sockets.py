@@ -133,7 +133,7 @@ def configure(socket: Socket, *, hwm_messages: int, message_bytes: int = MESSAGE
         socket.setsockopt(option, value)
 
 
-def use_key(socket: Socket, key: Key) -> None:
+def _use_key(socket: Socket, key: Key) -> None:
     """Authenticate with `key`, authenticate the broker, and encrypt (CURVE). Call before connect."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
@@ -161,7 +161,7 @@ class BrokerConnection:
     def __init__(self, context: Context, socket: Socket, endpoint: str, key: Key | None) -> None:
         self.socket = socket
         if key is not None:
-            use_key(socket, key)
+            _use_key(socket, key)
         self._monitor = ConnectionMonitor(context, socket, endpoint, keyed=key is not None)
         self._host = HostWatch(urlsplit(endpoint).hostname or "")
         self._family = self._host.family(RESOLVE_SECONDS)
@@ -255,7 +255,7 @@ class PublishSocket(BrokerConnection):
         if size > MESSAGE_BYTES:
             raise SettingError(f"a {message.KIND} of {size} bytes cannot be sent: the limit is {MESSAGE_BYTES}")
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=not is_immutable(frames[-1]))
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=not _is_immutable(frames[-1]))
         except zmq.Again:
             return False
         self._numbers[message.KIND] = message.sequence
@@ -263,7 +263,7 @@ class PublishSocket(BrokerConnection):
         return True
 
 
-def is_immutable(buffer: bytes | memoryview) -> bool:
+def _is_immutable(buffer: bytes | memoryview) -> bool:
     """Whether the buffer can never change: `bytes`, or a view of them. A read-only view of other memory can change."""
     return isinstance(buffer.obj if isinstance(buffer, memoryview) else buffer, bytes)
 

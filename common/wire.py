@@ -572,7 +572,7 @@ def _build(cls: type[Message], rows: dict[str, Any], *, protocol: bool = False, 
 def _check_chunk(message: Chunked) -> None:
     if message.chunks != chunk_count(message.size) or message.chunk >= message.chunks:
         raise Malformed("chunk", f"chunk {message.chunk} of {message.chunks} does not fit {message.size} bytes")
-    if len(message.payload) != len(chunk_range(message.size, message.chunk)):
+    if len(message.payload) != len(_chunk_range(message.size, message.chunk)):
         raise Malformed("chunk", f"{len(message.payload)} bytes in chunk {message.chunk} of {message.size} bytes")
     if zlib.crc32(message.payload) != message.crc:
         raise Malformed("checksum", f"chunk {message.chunk} of a {message.KIND}")
@@ -602,7 +602,7 @@ def chunk_count(size: int) -> int:
     return max(1, -(-size // CHUNK_BYTES))
 
 
-def chunk_range(size: int, chunk: int) -> range:
+def _chunk_range(size: int, chunk: int) -> range:
     """The bytes of chunk number `chunk` in a payload of `size` bytes."""
     return range(chunk * CHUNK_BYTES, min(size, (chunk + 1) * CHUNK_BYTES))
 
@@ -618,7 +618,7 @@ def split(payload: bytes | memoryview, chunks: Sequence[int] | None = None) -> l
     size, count = len(view), chunk_count(len(view))
     rows = []
     for chunk in range(count) if chunks is None else [c for c in chunks if c < count]:
-        span = chunk_range(size, chunk)
+        span = _chunk_range(size, chunk)
         part = view[span.start : span.stop]
         rows.append({"size": size, "chunk": chunk, "chunks": count, "crc": zlib.crc32(part), "payload": part})
     return rows
@@ -678,7 +678,7 @@ class Assembly:
         if message.size != self.size:
             raise Malformed("size", f"{message.size} bytes instead of {self.size}")
         if message.chunk in self.missing:
-            span = chunk_range(self.size, message.chunk)
+            span = _chunk_range(self.size, message.chunk)
             self._buffer = self._buffer or bytearray(self.size)
             self._buffer[span.start : span.stop] = message.payload
             self.missing.discard(message.chunk)

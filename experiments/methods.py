@@ -232,7 +232,7 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Tri
     plan, failures, settings = cell.cluster_plan(), FailureModel(**cell.failures), cell.run_settings(seed)
     settings = replace(settings, steps=max(1, settings.steps - LEAD_STEPS))
     if cell.equal_tokens:
-        settings = replace(settings, steps=steps_for_equal_tokens(plan, failures, settings, cell.task))
+        settings = replace(settings, steps=_steps_for_equal_tokens(plan, failures, settings, cell.task))
     trained = TrainedModel(settings, cell.task, corpus, variant=cell.variant, model=model)
     outcome = cluster_of(plan, failures, settings, trained).run()
     Replica(model, trained.plan).show(trained.state.public)
@@ -243,7 +243,7 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Tri
     return Trial(model, outcome.figures["tokens_reported"], figures)
 
 
-def steps_for_equal_tokens(
+def _steps_for_equal_tokens(
     plan: ClusterPlan, failures: FailureModel, settings: RunSettings, task: TaskSettings
 ) -> int:  # fmt: skip
     """T with which this cluster merges as many tokens as `settings.steps` would without failures and stragglers.

@@ -39,12 +39,12 @@ def discover(address: str, run: str = "", timeout_seconds: float = 60.0, key: Pa
         downlink = SubscribeSocket(context, place.control_out, hwm_messages=CONTROL_MESSAGES, key=held)
         try:
             downlink.subscribe(beat_topic(run))
-            heard = _listen(downlink, address, run, timeout_seconds, key)
+            beats = _listen(downlink, address, run, timeout_seconds, key)
         finally:
             downlink.close()
-    if len(heard) > 1:
-        raise SettingError(f"several runs are at {address}: {', '.join(sorted(heard))}; choose one with --run")
-    return next(iter(heard.values()))
+    if len(beats) > 1:
+        raise SettingError(f"several runs are at {address}: {', '.join(sorted(beats))}; choose one with --run")
+    return next(iter(beats.values()))
 
 
 def _listen(
@@ -52,7 +52,7 @@ def _listen(
 ) -> dict[str, Beat]:
     start = time.monotonic()
     until, logged_at = start + timeout_seconds, start
-    heard: dict[str, Beat] = {}
+    beats: dict[str, Beat] = {}
     rejected = downlink.rejected
     while (now := time.monotonic()) < until:
         downlink.socket.poll(100)
@@ -61,11 +61,11 @@ def _listen(
             if isinstance(message, Beat):
                 if message.run == run:
                     return {run: message}
-                if not heard:
+                if not beats:
                     until = max(start + LISTEN_SECONDS, now + SINCE_FIRST_SECONDS)
-                if message.run not in heard or message.epoch >= heard[message.run].epoch:
-                    heard[message.run] = message
-        if not heard and now - logged_at >= SAY_SECONDS:
+                if message.run not in beats or message.epoch >= beats[message.run].epoch:
+                    beats[message.run] = message
+        if not beats and now - logged_at >= SAY_SECONDS:
             logged_at = now
             log.info(
                 "waiting",
@@ -73,14 +73,14 @@ def _listen(
                 address=address,
                 seconds=round(now - start),
             )
-    if not heard:
+    if not beats:
         if problem := _connection_problem(downlink, address, key):
             raise PeerLost(f"{problem}; nothing was heard for {timeout_seconds:g} s")
         raise PeerLost(
             f"{_missing(run)}{other_version(rejected)} was not heard at {address} for {timeout_seconds:g} s; "
             "are the broker and the syncer running, and is the address right?"
         )
-    return heard
+    return beats
 
 
 def other_version(rejected: Counter[str]) -> str:

@@ -127,7 +127,7 @@ class Link:
     def _run(self) -> None:
         """Serve until the end. However this thread ends, the mailbox reports it to the training thread."""
         try:
-            one_thread_for_torch()
+            _one_thread_for_torch()
             torch.set_flush_denormal(False)  # threads inherit it, and all processes must compute the same bits
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
             try:
@@ -243,7 +243,7 @@ class Link:
             core.sent(bulk, time.monotonic())
 
 
-def one_thread_for_torch() -> None:
+def _one_thread_for_torch() -> None:
     """Run the calling thread's torch operations on that thread alone, so that they do not compete with training.
 
     OpenMP keeps this number per thread, but torch also records it for threads that start later. So a short-lived thread

@@ -55,7 +55,7 @@ class StepCounter:
             self._empty = self._empty + 1 if not counted else 0
             return counted
         self._unstepped += 1
-        if gradients_live(self._parameters):
+        if _gradients_live(self._parameters):
             self.pending_tokens += tokens
         else:
             self._without_gradients += 1
@@ -151,7 +151,7 @@ def _spread(sources: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
     return [reader(tensor) for tensor in some]
 
 
-def gradients_live(parameters: Iterable[Tensor]) -> bool:
+def _gradients_live(parameters: Iterable[Tensor]) -> bool:
     """Whether there are gradients, all finite and not all zero, from which a later optimizer step may learn.
 
     Waits once for each device.

@@ -81,7 +81,7 @@ def first_and_last_loss(evaluations: Sequence[Evaluation], part: str = REPORTED_
     return (full[0].val_loss, full[-1].val_loss) if full else None
 
 
-def read_text_facts(folder: Path) -> dict[str, Any]:
+def _read_text_facts(folder: Path) -> dict[str, Any]:
     """Facts on the run's text: source, tokens, sha256, holds_out, baselines {part: {uniform, unigram, bigram}}."""
     path = folder / TEXT
     if not path.exists():
@@ -101,13 +101,13 @@ def read_text_facts(folder: Path) -> dict[str, Any]:
 def write_report(folder: Path) -> list[Path]:
     """Write metrics.csv and, if there is an evaluation, loss.png into the run's folder; returns the written files."""
     evaluations = read_evaluations(folder)
-    written = [write_metrics(folder / "metrics.csv", evaluations)]
+    written = [_write_metrics(folder / "metrics.csv", evaluations)]
     if evaluations:
-        written.append(draw_loss(folder / "loss.png", evaluations, read_text_facts(folder)))
+        written.append(_draw_loss(folder / "loss.png", evaluations, _read_text_facts(folder)))
     return written
 
 
-def write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
+def _write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
     """Write one row per evaluation, atomically."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
@@ -119,7 +119,7 @@ def write_metrics(path: Path, evaluations: Sequence[Evaluation]) -> Path:
     return path
 
 
-def draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any]) -> Path:
+def _draw_loss(path: Path, evaluations: Sequence[Evaluation], text: dict[str, Any]) -> Path:
     """Plot validation loss over global steps as a PNG, with the baselines of the same part."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to load, and only the report needs it
 

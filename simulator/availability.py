@@ -25,7 +25,7 @@ class VirtualMember:
     """One virtual learner: its incarnations, and when each dies."""
 
     name: str
-    lives: Iterable[tuple[StepStream, float]]
+    incarnations: Iterable[tuple[StepStream, float]]
     """(steps, time of death in virtual seconds; infinity = never), in order of their starts."""
     joins_at: float = 0.0
     """Start of its allocation, dead or alive."""
@@ -47,7 +47,7 @@ def members_of(plan: ClusterPlan, failures: FailureModel, seed: int, horizon_sec
     return [
         VirtualMember(
             name=f"learner-{number}",
-            lives=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
+            incarnations=[(_chips(plan, failures, number, seed, horizon_seconds), math.inf)]
             if plan.chips
             else _lives(plan, number, seed, horizon_seconds),
             joins_at=_joins_at(plan, number),
@@ -60,17 +60,17 @@ def members_of_tape(tape: RunJournal) -> list[VirtualMember]:
     """Learners of a taped run: each incarnation at its recorded step time, from its join to its last report.
     SettingError if the tape has no reports.
     """
-    lives: dict[tuple[str, int], list[float]] = {}
+    incarnations: dict[tuple[str, int], list[float]] = {}
     ended = 0.0
     for row in tape.syncer.rows:
         who = (str(row.get("learner")), int(row.get("incarnation", 0)))
         ended = max(ended, float(row.get("at", 0.0)))
-        if row["what"] == "join" and who not in lives:
-            lives[who] = [row["at"], row["at"], 0.0]
-        elif row["what"] == "alive" and who in lives and row["step_seconds"]:
+        if row["what"] == "join" and who not in incarnations:
+            incarnations[who] = [row["at"], row["at"], 0.0]
+        elif row["what"] == "alive" and who in incarnations and row["step_seconds"]:
             first_step_at = row["at"] - row["since_first_step_seconds"]
-            lives[who] = [first_step_at, row["at"], row["step_seconds"]]
-    stepping = {who: life for who, life in lives.items() if life[2]}
+            incarnations[who] = [first_step_at, row["at"], row["step_seconds"]]
+    stepping = {who: life for who, life in incarnations.items() if life[2]}
     if not stepping:
         raise SettingError(
             f"{tape.syncer.path} has no learner reports, so step times are unknown; record a run whose learners train"

@@ -54,7 +54,7 @@ TABLE_13: dict[tuple[int, int, str], tuple[float, ...]] = {
 UTILIZATIONS = (0.50, 0.75, 0.90, 0.95)
 
 
-def ring_bits(params: float, bits: float, sites: int) -> float:
+def _ring_bits(params: float, bits: float, sites: int) -> float:
     """Bits that a ring all-reduce among `sites` sends over each link: 2 (D - 1) / D times the vector."""
     return params * bits * 2 * (sites - 1) / sites
 
@@ -66,7 +66,7 @@ def published(link: LinkModel, method: Method, bits: float) -> float:
     at a time, tau steps hidden: V / (H (e + min(1, tau P / H) T)). decoupled: as the paper's figures imply.
     """
     e, T, H = link.exposed_seconds, link.step_seconds, link.sync_every
-    volume = ring_bits(link.params, 16 if method == "data-parallel" else bits, link.sites)
+    volume = _ring_bits(link.params, 16 if method == "data-parallel" else bits, link.sites)
     seconds = {
         "data-parallel": e + BACKWARD_SHARE * T,
         "diloco": H * e,

@@ -21,7 +21,7 @@ from ..syncer.metrics import RunMetrics
 from ..syncer.publish import book_merge, merge_answers
 from ..syncer.round_events import Merge
 from ..syncer.rounds import Rounds
-from ..syncer.run_state import Served
+from ..syncer.run_state import TrainingState
 from .ablation import UNCHANGED, Ablation
 from .backend import EPOCH, MERGE_SECONDS, SentAnswer
 from .virtual_learner import VirtualLearner
@@ -57,7 +57,7 @@ class TrainedModel:
                 tape, settings, sizes, epoch=EPOCH, task=task, plan_digest=self.plan.digest, data_hash=corpus.sha256
             )
         self.figures = RunMetrics(self.plan.parameters, self.rounds.schedule.steps_between)
-        self._served = Served(self.state, self.rounds, self.figures)
+        self._training = TrainingState(self.state, self.rounds, self.figures)
         self._whole = [PublicFragment(0, vector, digest(vector)) for vector in self.state.public]
 
     def new_learner(self, name: str, incarnation: int, tape: Path | None) -> VirtualLearner:
@@ -70,7 +70,7 @@ class TrainedModel:
         return list(self._whole)
 
     def take(self, sent: SentAnswer) -> str:
-        answers = (self._served.intake.take(chunk) for chunk in sent.content)
+        answers = (self._training.delta_assembler.take(chunk) for chunk in sent.content)
         try:
             (answer,) = (answer for answer in answers if answer is not None)  # all chunks are here, so it is complete
         except Malformed as wrong:
@@ -81,13 +81,13 @@ class TrainedModel:
         fragment = merge.call.fragment
         self.state.settings = self.variant.outer(self.settings, min(1.0, merge.call.t / self.settings.steps))
         try:
-            merged = merge_answers(self._served, merge)
+            merged = merge_answers(self._training, merge)
         except Malformed:
             return None
         if not self.variant.feedback:
             self.state.residual[fragment] = torch.zeros_like(self.state.residual[fragment])
         public = PublicFragment(merged.version, self.state.public[fragment], merged.digest, merge.contributors)
-        book_merge(self._served, merge, merged, now, MERGE_SECONDS)
+        book_merge(self._training, merge, merged, now, MERGE_SECONDS)
         self._whole[fragment] = public
         return public, len(merged.payload)
 

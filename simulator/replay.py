@@ -30,7 +30,7 @@ from ..syncer.journal import ANSWER, ReplayedRounds
 from ..syncer.metrics import RunMetrics
 from ..syncer.publish import merge_answers
 from ..syncer.round_events import Answer, Called
-from ..syncer.run_state import Served
+from ..syncer.run_state import TrainingState
 from .real_training import version_zero
 from .virtual_learner import VirtualLearner
 
@@ -89,7 +89,7 @@ class _Replay:
                 "version, or changed"
             )
         rounds = self._replayed.rounds
-        self._served = Served(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
+        self._training = TrainingState(state, rounds, RunMetrics(plan.parameters, rounds.schedule.steps_between))
         epoch, wanted = int(tape.syncer["epoch"]), _merged_answers(tape.syncer)
         self._context = _ReplayContext(settings, task, corpus, plan, state.static, epoch, wanted, _count_uses(tape))
         for p, vector in enumerate(state.public):
@@ -137,7 +137,7 @@ class _Replay:
         answer: Answer | None = None
         try:
             for chunk in self._learner(key[0], key[1]).until(key, self._context):
-                answer = self._served.intake.take(chunk)
+                answer = self._training.delta_assembler.take(chunk)
         except Malformed as error:
             raise SettingError(f"{self._tape.syncer.path}, line {number}: refused here: {error}") from error
         if answer is None:
@@ -163,8 +163,8 @@ class _Replay:
         return self._learners[who]
 
     def _replay_merge(self, number: int, row: Row) -> None:
-        served, merge = self._served, self._replayed.merge_of(row["slot"])
-        merged = merge_answers(served, merge)
+        training, merge = self._training, self._replayed.merge_of(row["slot"])
+        merged = merge_answers(training, merge)
         if merged.digest != row.get("digest"):
             raise SettingError(
                 f"{self._tape.syncer.path}, line {number}: version {merged.version} of fragment {merge.call.fragment} "
@@ -172,13 +172,13 @@ class _Replay:
             )
         # the norm filter gets no norms: its rejections are not on the tape, and its statistics depend on them
         public = PublicFragment(
-            merged.version, served.state.public[merge.call.fragment], merged.digest, merge.contributors
+            merged.version, training.model.public[merge.call.fragment], merged.digest, merge.contributors
         )  # fmt: skip
         self._context.add_version(merge.call.fragment, public)
 
     def _replay_failure(self, number: int, row: Row) -> None:
         with suppress(Malformed):
-            merge_answers(self._served, self._replayed.merge_of(row["slot"]))
+            merge_answers(self._training, self._replayed.merge_of(row["slot"]))
             raise SettingError(f"{self._tape.syncer.path}, line {number}: a merge that failed there succeeds here")
 
     def _likely_cause(self) -> str:
@@ -189,7 +189,7 @@ class _Replay:
         return "; it was made on another machine, or it was changed"
 
     def _check_end(self, number: int, row: Row) -> str:
-        state = self._served.state
+        state = self._training.model
         state.finalize()
         found = state.model_hash()
         if found != row.get("model_hash"):

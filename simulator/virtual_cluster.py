@@ -107,7 +107,7 @@ class VirtualCluster:
         """
         began = time.perf_counter()
         for member in self.members:
-            self._schedule_next_incarnation(member.name, enumerate(member.lives, 1))
+            self._schedule_next_incarnation(member.name, enumerate(member.incarnations, 1))
         self._schedule_at(0.0, self._beat)
         try:
             while not self._ended:
@@ -138,9 +138,11 @@ class VirtualCluster:
         self._schedule_at(self.now + seconds, action)
 
     # --- a learner ---------------------------------------------------------------------------------------------------
-    def _schedule_next_incarnation(self, name: str, lives: Iterator[tuple[int, tuple[StepStream, float]]]) -> None:
+    def _schedule_next_incarnation(
+        self, name: str, incarnations: Iterator[tuple[int, tuple[StepStream, float]]]
+    ) -> None:
         """Schedule the next incarnation that has a step; its start schedules the one after it."""
-        begun = ((number, next(life, None), life, dies_at) for number, (life, dies_at) in lives)
+        begun = ((number, next(life, None), life, dies_at) for number, (life, dies_at) in incarnations)
         found = next(((n, first, life, dies) for n, first, life, dies in begun if first and first.start < dies), None)
         if found is None:
             return
@@ -149,7 +151,7 @@ class VirtualCluster:
 
         def begin() -> None:
             self._pending_joins -= 1
-            self._schedule_next_incarnation(name, lives)
+            self._schedule_next_incarnation(name, incarnations)
             learner = self._join(name, number, dies_at)
             self._start_step(learner, first, life)
             self._report_each_second(learner)
@@ -269,7 +271,7 @@ class VirtualCluster:
         report = alive(worker.me, EPOCH, counters, (), traffic=traffic, now=self.now)
 
         def arrives() -> None:
-            if self._rounds.heard(report, self.now) is not None:
+            if self._rounds.alive(report, self.now) is not None:
                 self._metrics.record_first_step(self.now, report.since_first_step_seconds)
                 self._schedule_at(self.now, self._tick)
 

@@ -80,7 +80,7 @@ def most_members(fragments: int, calls: int) -> int:
     return max(1, most_learners(fragments, calls) * 9 // 10)
 
 
-def check_memory(plan: Plan) -> None:
+def _check_memory(plan: Plan) -> None:
     """SettingError if the run does not fit into this machine's memory. Checked before any memory is allocated."""
     needed = COPIES * 4 * sum(f.length for f in plan.fragments) + plan.layout.static_bytes
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -138,7 +138,7 @@ class Admission:
         if self.seeding is None:
             try:
                 plan = plan_for(layout_of(hello), self.settings)
-                check_memory(plan)
+                _check_memory(plan)
             except SettingError as wrong:
                 return Reply("refused", str(wrong))
             self.seeding = SeedAssembly(who, plan, heard_at=now, progress_at=now)

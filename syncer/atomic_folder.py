@@ -55,7 +55,7 @@ def write_folder(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, 
 
 def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors (in memory of their own) and state. Malformed("damaged") if any byte differs from what was written."""
-    state = read_state(path)
+    state = _read_state(path)
     try:
         with safe_open(path / TENSORS, framework="pt") as file:
             # The file is mapped: tensors are copied, so that they outlive it.
@@ -74,7 +74,7 @@ def read_tensor(path: Path, name: str) -> Tensor:
         raise Malformed("damaged", f"{path / TENSORS}: {error}") from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> dict[str, Any]:
     """The JSON document, after all files are verified against the manifest. Malformed("damaged") if one differs."""
     try:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))

@@ -18,7 +18,7 @@ from .global_model import GlobalModel
 from .membership import RESET_AFTER, Member, Membership
 from .model_file import read_model
 from .rejections import SENDERS, describe_rejection
-from .run_state import Components, RunState, Served
+from .run_state import Components, RunState, TrainingState
 from .stall_diagnosis import StallReason
 from .startup import serve
 
@@ -26,8 +26,8 @@ from .startup import serve
 class ControlHandler:
     """Handles the messages of admission, living and leaving learners."""
 
-    def __init__(self, parts: Components, run: RunState) -> None:
-        self._parts, self._run = parts, run
+    def __init__(self, components: Components, run: RunState) -> None:
+        self._components, self._run = components, run
         self._admission = Admission(run.settings)
         self.asked_at = float("-inf")
         """Time of the last Hello."""
@@ -35,22 +35,22 @@ class ControlHandler:
         """Name -> incarnation of the last thousand senders of a valid Hello: only these get unrequested answers."""
 
     def hello(self, hello: Hello, now: float) -> None:
-        run, admission, telemetry = self._run, self._admission, self._parts.telemetry
+        run, admission, telemetry = self._run, self._admission, self._components.telemetry
         self.asked_at = now
-        admission.plan = run.served.state.plan if run.served else None
+        admission.plan = run.training.model.plan if run.training else None
         admission.finished = run.phase == "finished"
         chosen = admission.seeding
         self._greet(hello)
-        reply = admission.reply(hello, run.served.rounds.members if run.served else Membership(), now)
-        if reply.verdict == "seed" and self._parts.config.init is not None:
-            reply = self._seed_from_file(self._parts.config.init)
+        reply = admission.reply(hello, run.training.rounds.members if run.training else Membership(), now)
+        if reply.verdict == "seed" and self._components.config.init is not None:
+            reply = self._seed_from_file(self._components.config.init)
         if reply.verdict == "refused":
             telemetry.event("refused", learner=hello.name, reason=reply.reason)
         if admission.seeding is not None and admission.seeding is not chosen:
             run.phase = "seeding"
             telemetry.event("seeding", learner=hello.name)
-        if reply.verdict == "welcome" and hello.role == "learner" and run.served is not None:
-            self._join(run.served, hello, now)
+        if reply.verdict == "welcome" and hello.role == "learner" and run.training is not None:
+            self._join(run.training, hello, now)
         if reply.verdict == "finished" and hello.role == "learner":
             run.confirmations.expect([(hello.name, hello.incarnation)])
             run.confirmations.record_request((hello.name, hello.incarnation), time.monotonic())
@@ -59,7 +59,7 @@ class ControlHandler:
         self._answer(hello.name, hello.incarnation, reply)
 
     def seed(self, message: Seed, now: float) -> None:
-        if self._run.served is not None:
+        if self._run.training is not None:
             return  # a repeated chunk of version 0
         seeding = self._admission.seed(message, now)
         if seeding is None:
@@ -73,21 +73,21 @@ class ControlHandler:
             raise
 
     def alive(self, alive: Alive, now: float) -> None:
-        served = self._run.served
-        if served is None:
+        training = self._run.training
+        if training is None:
             return
-        members = served.rounds.members
+        members = training.rounds.members
         was = members.get((alive.name, alive.incarnation))
         returned = was is not None and was.state == "lost"
-        member = served.rounds.heard(alive, now)
+        member = training.rounds.alive(alive, now)
         if member is None:
             if was is None:
                 self._answer_stranger(alive, members)
             raise Malformed("stranger", "not a member")
         if returned:
-            self._parts.telemetry.event("returned", learner=member.name)
-        served.figures.record_first_step(now, alive.since_first_step_seconds)
-        if alive.epoch == self._run.epoch and _holds_other_bits(served, alive):
+            self._components.telemetry.event("returned", learner=member.name)
+        training.metrics.record_first_step(now, alive.since_first_step_seconds)
+        if alive.epoch == self._run.epoch and _holds_other_bits(training, alive):
             self.reset(member, "it holds other bits than the run")
 
     def _answer_stranger(self, alive: Alive, members: Membership) -> None:
@@ -99,18 +99,18 @@ class ControlHandler:
         self._answer(alive.name, alive.incarnation, reply)
 
     def goodbye(self, goodbye: Goodbye, now: float) -> None:
-        served, who = self._run.served, (goodbye.name, goodbye.incarnation)
+        training, who = self._run.training, (goodbye.name, goodbye.incarnation)
         self._run.confirmations.record_goodbye(who, goodbye.reason, goodbye.model_hash, self._run.model_hash)
-        member = served.rounds.members.get(who) if served else None
+        member = training.rounds.members.get(who) if training else None
         if member is not None or self._greeted.get(goodbye.name) == goodbye.incarnation:
             self._offer(goodbye, now)
-        if served is None or member is None or member.state == "left":
+        if training is None or member is None or member.state == "left":
             return  # a repeated Goodbye
-        served.rounds.left(who, goodbye.local_steps, goodbye.tokens)
-        self._parts.telemetry.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
+        training.rounds.left(who, goodbye.local_steps, goodbye.tokens)
+        self._components.telemetry.event("left", learner=goodbye.name, reason=goodbye.reason, tokens=goodbye.tokens)
         if goodbye.reason == "finished" and goodbye.model_hash != self._run.model_hash:
-            self._parts.telemetry.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
-        self._parts.telemetry.publish_learner(member, served.rounds, now)
+            self._components.telemetry.warn("model_hash_differs", learner=goodbye.name, theirs=goodbye.model_hash[:16])
+        self._components.telemetry.publish_learner(member, training.rounds, now)
 
     def _offer(self, goodbye: Goodbye, now: float) -> None:
         """Record a learner's offer of its static tensors, if it holds the final model."""
@@ -121,16 +121,16 @@ class ControlHandler:
     def buffers(self, message: Buffers, now: float) -> None:
         """Take one chunk of the final buffers; when complete, the checkpoint writer checks and stores them."""
         run = self._run
-        if run.served is None or run.phase != "finished":
+        if run.training is None or run.phase != "finished":
             raise Malformed("early", "buffers are taken once the run is finished")
-        state = run.served.state
+        state = run.training.model
         received = run.buffers.add_chunk(message, state.plan, run.epoch, now)
         if received is not None:
-            self._parts.writer.store_buffers(state.plan, received, state.static)
+            self._components.writer.store_buffers(state.plan, received, state.static)
 
-    def buffers_stored(self, served: Served, stored: StoredBuffers, now: float) -> None:
+    def buffers_stored(self, training: TrainingState, stored: StoredBuffers, now: float) -> None:
         """Put checked buffers into the model. Malformed if they are rejected: another learner is then selected."""
-        learner, telemetry, state = stored.received.last.name, self._parts.telemetry, served.state
+        learner, telemetry, state = stored.received.last.name, self._components.telemetry, training.model
         if stored.refused is not None:
             self._run.buffers.record_check(f"sent invalid buffers ({stored.refused})", now)
             raise stored.refused
@@ -151,8 +151,8 @@ class ControlHandler:
 
         incarnation: None if the message could not be decoded and only its topic names the sender.
         """
-        served = self._run.served
-        member = served.rounds.members.by_name.get(name) if served else None
+        training = self._run.training
+        member = training.rounds.members.by_name.get(name) if training else None
         if member is not None and incarnation in (None, member.incarnation):
             incarnation = member.incarnation
             wrong = kind == Delta.KIND and member.reject(reason)
@@ -165,7 +165,7 @@ class ControlHandler:
             incarnation = None
         if incarnation is not None:
             sentence = describe_rejection(reason, detail)
-            notice = self._run.rejections.rejected((name, incarnation), kind, sentence, self._parts.clock.now())
+            notice = self._run.rejections.rejected((name, incarnation), kind, sentence, self._components.clock.now())
             if notice:
                 self._answer(name, incarnation, Reply("notice", notice))
 
@@ -189,27 +189,27 @@ class ControlHandler:
 
     def reset(self, member: Member, why: str) -> None:
         """Command a learner to drop its state and fetch every fragment, unless that was done a moment ago."""
-        if not member.order_reset(self._parts.clock.now()):
+        if not member.order_reset(self._components.clock.now()):
             return
-        self._parts.telemetry.warn("reset", learner=member.name, reason=why)
+        self._components.telemetry.warn("reset", learner=member.name, reason=why)
         self._answer(member.name, member.incarnation, Reply("reset", why))
 
-    def _join(self, served: Served, hello: Hello, now: float) -> None:
-        members, telemetry = served.rounds.members, self._parts.telemetry
+    def _join(self, training: TrainingState, hello: Hello, now: float) -> None:
+        members, telemetry = training.rounds.members, self._components.telemetry
         known = members.get((hello.name, hello.incarnation))
-        member = served.rounds.join(hello.name, hello.incarnation, now)
+        member = training.rounds.join(hello.name, hello.incarnation, now)
         member.host, member.device, member.pid = hello.host, hello.device, hello.pid
         if known is not None:
             return
         telemetry.event("joined", learner=hello.name, incarnation=hello.incarnation, host=hello.host)
-        ours = self._parts.config.data_hash
+        ours = self._components.config.data_hash
         if ours and hello.data_hash and ours != hello.data_hash:
             telemetry.warn("data_differs", learner=hello.name)
 
     def _answer(self, name: str, incarnation: int, reply: Reply) -> None:
-        seeding, served = self._admission.seeding, self._run.served
-        plan = served.state.plan if served else seeding.plan if seeding else None
-        self._parts.transport.send(
+        seeding, training = self._admission.seeding, self._run.training
+        plan = training.model.plan if training else seeding.plan if seeding else None
+        self._components.transport.send(
             Welcome(
                 run=self._run.settings.run,
                 name=name,
@@ -239,13 +239,13 @@ class ControlHandler:
         """Version 0 is complete: save it, and only then serve it."""
         settings = self._run.settings
         self._admission.seeding = None  # also if what follows fails
-        self._parts.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
-        serve(self._parts, self._run, GlobalModel.from_version_zero(plan, settings, vectors, static))
-        self._parts.telemetry.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
+        self._components.checkpoints.write_version_zero(plan.layout, plan, settings, vectors, static)
+        serve(self._components, self._run, GlobalModel.from_version_zero(plan, settings, vectors, static))
+        self._components.telemetry.event("seeded", source=source, fragments=plan.P, parameters=plan.parameters)
 
 
-def _holds_other_bits(served: Served, alive: Alive) -> bool:
-    rows = zip(served.digests, alive.digest_versions, alive.digests, strict=False)
+def _holds_other_bits(training: TrainingState, alive: Alive) -> bool:
+    rows = zip(training.digests, alive.digest_versions, alive.digests, strict=False)
     return any(version in known and not known[version].startswith(theirs) for known, version, theirs in rows)
 
 

@@ -87,8 +87,8 @@ class DecodedDelta:
 class DeltaAssembler:
     """Assembles deltas from chunks. Memory: at most one payload for each member and open call."""
 
-    def __init__(self, rounds: Rounds, state: GlobalModel, screen: NormFilter) -> None:
-        self._rounds, self._state, self._screen = rounds, state, screen
+    def __init__(self, rounds: Rounds, state: GlobalModel, norm_filter: NormFilter) -> None:
+        self._rounds, self._state, self._norm_filter = rounds, state, norm_filter
         self._assemblies: dict[Key, tuple[tuple[int, int], Assembly]] = {}
 
     def take(self, delta: Delta) -> Answer | None:
@@ -127,7 +127,7 @@ class DeltaAssembler:
         vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
         length = norm(vector)
         live = [member.name for member in self._rounds.members.live()]
-        if self._screen.absurd(answer.fragment, length, answer.steps, answer.who[0], live):
+        if self._norm_filter.absurd(answer.fragment, length, answer.steps, answer.who[0], live):
             raise Malformed("norm", f"{length:.3g}, over 100 times as much a step as this fragment's merges have had")
         return replace(answer, vector=DecodedDelta(vector, length))
 

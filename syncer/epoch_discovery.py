@@ -26,29 +26,29 @@ class KnownEpochs:
 
     rival: Beat | None = None
     """A Beat of another syncer of this run."""
-    _said: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _reports: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Sender -> (epoch, versions) of its last message; '' is the syncer."""
 
     def take(self, message: object) -> None:
         if isinstance(message, Beat):
             self.rival = message
-            self._said[""] = (message.epoch, message.versions)
-        elif isinstance(message, Alive) and (message.name in self._said or len(self._said) < SENDERS):
-            self._said[message.name] = (message.epoch, message.versions)
+            self._reports[""] = (message.epoch, message.versions)
+        elif isinstance(message, Alive) and (message.name in self._reports or len(self._reports) < SENDERS):
+            self._reports[message.name] = (message.epoch, message.versions)
 
     @property
     def knows_merges(self) -> bool:
         """Whether any of them holds more than version 0."""
-        return any(version for _, versions in self._said.values() for version in versions)
+        return any(version for _, versions in self._reports.values() for version in versions)
 
     def epoch(self, known: int) -> int:
         """The highest epoch received, at least `known`; epochs beyond it by more than LEAP are ignored."""
-        return max([known, *(epoch for epoch, _ in self._said.values() if epoch <= known + LEAP)])
+        return max([known, *(epoch for epoch, _ in self._reports.values() if epoch <= known + LEAP)])
 
     def version(self, fragment: int, known: int) -> int:
         """The same for the version of a fragment."""
-        heard = (versions[fragment] for _, versions in self._said.values() if fragment < len(versions))
-        return max([known, *(version for version in heard if version <= known + LEAP)])
+        reported = (versions[fragment] for _, versions in self._reports.values() if fragment < len(versions))
+        return max([known, *(version for version in reported if version <= known + LEAP)])
 
 
 class EpochDiscovery:

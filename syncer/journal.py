@@ -34,10 +34,10 @@ class JournaledRounds(Rounds):
         self._note("join", at=now, learner=name, incarnation=incarnation)
         return super().join(name, incarnation, now)
 
-    def heard(self, alive: Alive, now: float) -> Member | None:
+    def alive(self, alive: Alive, now: float) -> Member | None:
         row = {name: getattr(alive, name) for name in REPORT}
         self._note("alive", at=now, learner=alive.name, incarnation=alive.incarnation, **row)
-        return super().heard(alive, now)
+        return super().alive(alive, now)
 
     def left(self, who: tuple[str, int], local_steps: int, tokens: int) -> None:
         self._note("leave", learner=who[0], incarnation=who[1], local_steps=local_steps, tokens=tokens)
@@ -58,7 +58,7 @@ class JournaledRounds(Rounds):
     def tick(self, now: float) -> list[Action]:
         actions = super().tick(now)
         if actions or self._touched:
-            self._note("tick", at=now, actions=[row_of(action) for action in actions])
+            self._note("tick", at=now, actions=[_row_of(action) for action in actions])
             self._touched = False
         return actions
 
@@ -89,7 +89,7 @@ class JournaledRounds(Rounds):
         self._tape.write(what, **row)
 
 
-def row_of(action: Action) -> list[Any]:
+def _row_of(action: Action) -> list[Any]:
     """An action as a list in a journal: its kind and its subject."""
     match action:
         case Called(call):
@@ -128,7 +128,7 @@ class ReplayedRounds:
 
     def __init__(self, file: JournalFile) -> None:
         self.file = file
-        self.settings = settings_of(file)
+        self.settings = _settings_of(file)
         try:
             self.rounds = Rounds(self.settings, file["parameters"], int(file["epoch"]))
         except BROKEN as wrong:
@@ -158,7 +158,7 @@ class ReplayedRounds:
             case "join":
                 rounds.join(row["learner"], row["incarnation"], row["at"])
             case "alive":
-                rounds.heard(report_of(self.settings.run, row), row["at"])
+                rounds.alive(_report_of(self.settings.run, row), row["at"])
             case "leave":
                 rounds.left((row["learner"], row["incarnation"]), row["local_steps"], row["tokens"])
             case "forget":
@@ -167,7 +167,7 @@ class ReplayedRounds:
                 self._agree(number, "an answer's refusal", row["refused"], rounds.answer(answer_of(row, vector)))
             case "tick":
                 actions = rounds.tick(row["at"])
-                self._agree(number, "decisions", row["actions"], [row_of(action) for action in actions])
+                self._agree(number, "decisions", row["actions"], [_row_of(action) for action in actions])
                 self._merges |= {a.call.slot: a for a in actions if isinstance(a, Merge)}
                 return actions
             case "merged":
@@ -187,7 +187,7 @@ class ReplayedRounds:
             raise SettingError(f"{self.file.path}, line {number}: {what} differ: {taped!r} on the tape, {ours!r} here")
 
 
-def settings_of(file: JournalFile) -> RunSettings:
+def _settings_of(file: JournalFile) -> RunSettings:
     rows: Mapping[str, object] = file["settings"]
     try:
         return RunSettings.from_map(rows)
@@ -195,7 +195,7 @@ def settings_of(file: JournalFile) -> RunSettings:
         raise SettingError(f"{file.path} is not a tape of this version: {wrong}") from wrong
 
 
-def report_of(run: str, row: Row) -> Alive:
+def _report_of(run: str, row: Row) -> Alive:
     return Alive(run=run, name=row["learner"], incarnation=row["incarnation"], **{name: row[name] for name in REPORT})
 
 

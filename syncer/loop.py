@@ -23,7 +23,7 @@ from .ledger import Who
 from .publish import Publisher
 from .rejections import sender_from_topic
 from .round_events import Called, Drained, Lost, Merge, Unmet
-from .run_state import Components, RunState, Served
+from .run_state import Components, RunState, TrainingState
 from .stall_diagnosis import StallMonitor, StallReason, stall_reason
 from .startup import begin
 
@@ -43,11 +43,11 @@ and for each further one."""
 class Syncer:
     """One syncer process, from its start to the last save."""
 
-    def __init__(self, parts: Components) -> None:
-        self.parts = parts
-        self.current = RunState(parts.config.settings)
-        self.control = ControlHandler(parts, self.current)
-        self.publisher = Publisher(parts, self.current)
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.current = RunState(components.config.settings)
+        self.control = ControlHandler(components, self.current)
+        self.publisher = Publisher(components, self.current)
         self._takes: dict[type[Message], Callable[[Any, float], None]] = {
             Hello: self.control.hello,
             Seed: self.control.seed,
@@ -74,10 +74,10 @@ class Syncer:
         """Serve the run until it ends or a stop is requested. SaveFailed if the end could not be saved, Diverged if
         merges stay unusable: the last good state is saved then.
         """
-        if not begin(self.parts, self.current, lambda: self._stop_at is not None):
-            self.parts.writer.close(SAVE_SECONDS)
+        if not begin(self.components, self.current, lambda: self._stop_at is not None):
+            self.components.writer.close(SAVE_SECONDS)
             return
-        self.parts.transport.call_on_malformed(self._malformed)
+        self.components.transport.call_on_malformed(self._malformed)
         self._resumed()
         try:
             while not self._over():
@@ -99,30 +99,30 @@ class Syncer:
 
     # --- one turn ----------------------------------------------------------------------------------------------------
     def _turn(self) -> None:
-        self.parts.transport.wait(self._idle_seconds())
-        self.parts.clock.turn(connected=self.parts.transport.proven)
-        now = self.parts.clock.now()
-        for message in self.parts.transport.receive():
+        self.components.transport.wait(self._idle_seconds())
+        self.components.clock.turn(connected=self.components.transport.proven)
+        now = self.components.clock.now()
+        for message in self.components.transport.receive():
             self._take(message, now)
         self._take_stored_buffers(now)
-        if self.current.served is not None and self.current.phase != "finished":
-            self._rounds(self.current.served, now)
-        self.publisher.repair(now)
+        if self.current.training is not None and self.current.phase != "finished":
+            self._rounds(self.current.training, now)
+        self.publisher.retransmit(now)
         if time.monotonic() >= self._beat_at:
             self._beat(now)
 
     def _idle_seconds(self) -> float:
         """Seconds until the next action that is due without a message."""
-        now, served = self.parts.clock.now(), self.current.served
+        now, training = self.components.clock.now(), self.current.training
         idle = [BEAT_SECONDS, self._beat_at - time.monotonic()]
-        if served is not None and self.current.phase != "finished":
-            idle.append(served.rounds.next_deadline(now) - now)
-            if served.rounds.state == "drained":
+        if training is not None and self.current.phase != "finished":
+            idle.append(training.rounds.next_deadline(now) - now)
+            if training.rounds.state == "drained":
                 idle.append(SAVED_SECONDS)
         if self.current.buffers.checking:
             idle.append(SAVED_SECONDS)
-        if self.publisher.repairs.due_at is not None:
-            idle.append(self.publisher.repairs.due_at - now)
+        if self.publisher.retransmissions.due_at is not None:
+            idle.append(self.publisher.retransmissions.due_at - now)
         return max(0.0, min(idle))
 
     def _take(self, message: Message, now: float) -> None:
@@ -144,37 +144,37 @@ class Syncer:
     def _reject(self, message: Message, wrong: Malformed) -> None:
         name, fragment = getattr(message, "name", "?"), getattr(message, "fragment", -1)
         detail = str(wrong)[:200]
-        self.parts.telemetry.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
+        self.components.telemetry.reject(name, wrong.reason, message=message.KIND, fragment=fragment, detail=detail)
         self.control.rejected(message.KIND, name, getattr(message, "incarnation", 0), wrong.reason, detail)
 
     def _malformed(self, topic: bytes, wrong: Malformed) -> None:
         """A message that could not be decoded."""
         (name, kind), detail = sender_from_topic(topic), str(wrong)[:200]
-        self.parts.telemetry.reject(name, wrong.reason, message=kind, detail=detail)
+        self.components.telemetry.reject(name, wrong.reason, message=kind, detail=detail)
         self.control.rejected(kind, name, None, wrong.reason, detail)
 
-    def _rounds(self, served: Served, now: float) -> None:
-        for action in served.rounds.tick(now):
+    def _rounds(self, training: TrainingState, now: float) -> None:
+        for action in training.rounds.tick(now):
             match action:
                 case Called(call):
-                    self.parts.transport.send(served.rounds.wire_call(call))
+                    self.components.transport.send(training.rounds.wire_call(call))
                 case Merge(call):
-                    for name, incarnation in self.publisher.merge(served, action, now):
-                        self.parts.telemetry.reject(name, "unreported", message="delta", fragment=call.fragment)
+                    for name, incarnation in self.publisher.merge(training, action, now):
+                        self.components.telemetry.reject(name, "unreported", message="delta", fragment=call.fragment)
                         self.control.rejected(Delta.KIND, name, incarnation, "unreported", "")
                 case Lost(member):
-                    self.parts.telemetry.event("lost", learner=member.name, incarnation=member.incarnation)
+                    self.components.telemetry.event("lost", learner=member.name, incarnation=member.incarnation)
                 case Unmet(call):
-                    self.parts.telemetry.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
+                    self.components.telemetry.warn("drain_unmet", fragment=call.fragment, attempt=call.attempt)
                 case Drained():
-                    self._finalize(served)
-        if served.rounds.state == "draining" and self.current.phase == "running":
+                    self._finalize(training)
+        if training.rounds.state == "draining" and self.current.phase == "running":
             self.current.phase = "draining"
-        if served.rounds.state != "running":
-            self._await_live_learners(served)
-        self._checkpoint_if_due(served)
-        if self._final_is_saved(served):
-            self._finish(served)
+        if training.rounds.state != "running":
+            self._await_live_learners(training)
+        self._checkpoint_if_due(training)
+        if self._final_is_saved(training):
+            self._finish(training)
 
     def _goodbye(self, goodbye: Goodbye, now: float) -> None:
         self.control.goodbye(goodbye, now)
@@ -188,11 +188,11 @@ class Syncer:
 
     def _take_stored_buffers(self, now: float) -> None:
         """Take the writer thread's result for buffers that have arrived."""
-        served, stored = self.current.served, self.parts.writer.stored()
-        if served is None or stored is None:
+        training, stored = self.current.training, self.components.writer.stored()
+        if training is None or stored is None:
             return
         try:
-            self.control.buffers_stored(served, stored, now)
+            self.control.buffers_stored(training, stored, now)
         except Malformed as wrong:
             self._reject(stored.received.last, wrong)
         self._select_buffer_source(now)
@@ -222,19 +222,19 @@ class Syncer:
     def _beat(self, now: float) -> None:
         self._beat_at = time.monotonic() + BEAT_SECONDS
         self._report_connection()
-        beat = beat_message(self.current, self.parts.config, now)
-        self.parts.transport.send(beat, Plane.CONTROL)
-        self.parts.transport.send(beat, Plane.BULK)
+        beat = beat_message(self.current, self.components.config, now)
+        self.components.transport.send(beat, Plane.CONTROL)
+        self.components.transport.send(beat, Plane.BULK)
         self._report_stall(now)
-        publish_status(self.parts, self.current, now)
+        publish_status(self.components, self.current, now)
 
     def _report_stall(self, now: float) -> None:
-        run, telemetry = self.current, self.parts.telemetry
+        run, telemetry = self.current, self.components.telemetry
         if run.phase in ("finished", "stopping"):
-            run.block = StallMonitor()
+            run.stall_monitor = StallMonitor()
             return
-        progress = (run.served is not None, sum(run.served.rounds.versions) if run.served else 0)
-        change = run.block.update(self._stall_reason(now), progress, time.monotonic())
+        progress = (run.training is not None, sum(run.training.rounds.versions) if run.training else 0)
+        change = run.stall_monitor.update(self._stall_reason(now), progress, time.monotonic())
         if change is not None and change.kind == "blocked":
             telemetry.warn("blocked", sentence=change.text, seconds=round(change.seconds))
         elif change is not None:
@@ -242,39 +242,39 @@ class Syncer:
 
     def _stall_reason(self, now: float) -> StallReason | None:
         """Why the run does not advance, other than by time; None if it does."""
-        run, lines = self.current, self.parts.transport
+        run, lines = self.current, self.components.transport
         if not lines.proven:
-            sentence = f"the broker at {self.parts.config.broker} does not answer; is it running?"
+            sentence = f"the broker at {self.components.config.broker} does not answer; is it running?"
             return StallReason("broker", lines.refusal or lines.unresolved or sentence, stall_diagnosis.SURE_SECONDS)
         if time.monotonic() - self._echo_at > ECHO_SECONDS:
             sentence = (
-                f"nothing returns from the broker at {self.parts.config.broker}, not even this syncer's own beats: "
-                "the connection is cut, or the broker hangs; the run continues once it answers"
+                f"nothing returns from the broker at {self.components.config.broker}, not even this syncer's own "
+                "beats: the connection is cut, or the broker hangs; the run continues once it answers"
             )
             return StallReason("broker", sentence, stall_diagnosis.SURE_SECONDS)
-        if run.served is None:
+        if run.training is None:
             return self.control.waits_for(now)
-        return stall_reason(run.served.rounds, run.rejections, now)
+        return stall_reason(run.training.rounds, run.rejections, now)
 
     def _report_connection(self) -> None:
         """Log once that the broker rejects the connection or cannot be resolved."""
-        refusal, unresolved = self.parts.transport.refusal, self.parts.transport.unresolved
+        refusal, unresolved = self.components.transport.refusal, self.components.transport.unresolved
         problem = refusal or unresolved
         if problem and problem != self._connection_problem:
-            self.parts.telemetry.warn("broker_refuses" if refusal else "host_unresolved", sentence=problem)
+            self.components.telemetry.warn("broker_refuses" if refusal else "host_unresolved", sentence=problem)
         self._connection_problem = problem
 
     # --- saving ------------------------------------------------------------------------------------------------------
-    def _checkpoint_if_due(self, served: Served) -> None:
-        every, t = self.current.settings.checkpoint_every, served.rounds.t
+    def _checkpoint_if_due(self, training: TrainingState) -> None:
+        every, t = self.current.settings.checkpoint_every, training.rounds.t
         if every and t - self._saved_step >= every:
-            self._save(served)
+            self._save(training)
         self._report_saves()
 
     def _report_saves(self) -> None:
         """Log each written checkpoint, the first failure, and the recovery."""
-        telemetry = self.parts.telemetry
-        for outcome in self.parts.writer.outcomes():
+        telemetry = self.components.telemetry
+        for outcome in self.components.writer.outcomes():
             if outcome.error:
                 if not outcome.failed:
                     telemetry.warn("checkpoint_failed", step=outcome.t, error=outcome.error)
@@ -287,101 +287,105 @@ class Syncer:
                 seconds=round(outcome.seconds, 3),
             )  # fmt: skip
 
-    def _save(self, served: Served, **later: str) -> None:
+    def _save(self, training: TrainingState, **later: str) -> None:
         """Submit a checkpoint; `later` replaces fields of its bookkeeping."""
-        self._saved_step = served.rounds.t
-        self.parts.writer.submit(served.state.snapshot(), served.bookkeeping(self.current) | later, t=served.rounds.t)
+        self._saved_step = training.rounds.t
+        self.components.writer.submit(
+            training.model.snapshot(), training.bookkeeping(self.current) | later, t=training.rounds.t
+        )
 
     # --- the end -----------------------------------------------------------------------------------------------------
     def _resumed(self) -> None:
         """Serve a run that had finished before this start."""
-        served = self.current.served
-        if served is not None:
-            self._saved_step = served.rounds.t
+        training = self.current.training
+        if training is not None:
+            self._saved_step = training.rounds.t
             if self.current.phase == "finished":
                 self._returned = True
-                self._mark_finished(served)
+                self._mark_finished(training)
 
-    def _finalize(self, served: Served) -> None:
+    def _finalize(self, training: TrainingState) -> None:
         """Every fragment had its last round: the final version is Theta + e (error feedback). It is published only
         after it is saved.
         """
-        served.state.finalize()
-        served.digests = [{} for _ in served.digests]
-        self._save(served, phase="finished")
+        training.model.finalize()
+        training.digests = [{} for _ in training.digests]
+        self._save(training, phase="finished")
 
-    def _final_is_saved(self, served: Served) -> bool:
+    def _final_is_saved(self, training: TrainingState) -> bool:
         """Also true if the disk fails: that is reported at the end, which does not wait for it."""
-        return served.rounds.state == "drained" and self.parts.writer.settled
+        return training.rounds.state == "drained" and self.components.writer.settled
 
-    def _finish(self, served: Served) -> None:
-        self._mark_finished(served)
-        self.parts.telemetry.event("finished", step=self.current.settings.steps, model_hash=self.current.model_hash)
+    def _finish(self, training: TrainingState) -> None:
+        self._mark_finished(training)
+        self.components.telemetry.event(
+            "finished", step=self.current.settings.steps, model_hash=self.current.model_hash
+        )
         self._beat_at = 0.0
 
-    def _mark_finished(self, served: Served) -> None:
+    def _mark_finished(self, training: TrainingState) -> None:
         self.current.phase = "finished"
-        self.current.model_hash = served.state.model_hash()
-        served.rounds.ended(self.current.model_hash)
+        self.current.model_hash = training.model.model_hash()
+        training.rounds.ended(self.current.model_hash)
         self._finished_at = time.monotonic()
 
     def _over(self) -> bool:
         """Whether the run has finished and all learners know it, or a stop was requested and no round is open."""
-        served, real = self.current.served, time.monotonic()
-        if self._finished_at is not None and served is not None:
-            return self._stop_at is not None or self._known_to_all(served, self._finished_at, real)
+        training, real = self.current.training, time.monotonic()
+        if self._finished_at is not None and training is not None:
+            return self._stop_at is not None or self._known_to_all(training, self._finished_at, real)
         if self._stop_at is None:
             return False
-        if served is None or not served.rounds.calls:
+        if training is None or not training.rounds.calls:
             return True
         self.current.phase = "stopping"
-        served.rounds.pause()
-        return served.rounds.hopeless() or real - self._stop_at >= self.parts.config.stop_seconds
+        training.rounds.pause()
+        return training.rounds.hopeless() or real - self._stop_at >= self.components.config.stop_seconds
 
-    def _await_live_learners(self, served: Served) -> None:
-        self.current.confirmations.expect(member.who for member in served.rounds.members.live())
+    def _await_live_learners(self, training: TrainingState) -> None:
+        self.current.confirmations.expect(member.who for member in training.rounds.members.live())
 
-    def _known_to_all(self, served: Served, finished_at: float, real: float) -> bool:
+    def _known_to_all(self, training: TrainingState, finished_at: float, real: float) -> bool:
         """Whether each learner that was live at the end has the final model, or the wait for it has timed out."""
-        now, confirmations = self.parts.clock.now(), self.current.confirmations
-        served.rounds.members.silent(now)
-        self._await_live_learners(served)
-        asked_at = max(self.publisher.repairs.asked_at, self.control.asked_at)
+        now, confirmations = self.components.clock.now(), self.current.confirmations
+        training.rounds.members.silent(now)
+        self._await_live_learners(training)
+        asked_at = max(self.publisher.retransmissions.asked_at, self.control.asked_at)
         linger = LINGER_SECONDS
         if self._returned:
             linger = RETURN_SECONDS if math.isinf(asked_at) else RETURN_LINGER_SECONDS
         quiet = real - finished_at >= linger and now - asked_at >= linger
         self._select_buffer_source(now)
         settled = not confirmations.pending and self.current.buffers.settled
-        wait, most = self.parts.config.drain_seconds, self.parts.config.drain_most_seconds
+        wait, most = self.components.config.drain_seconds, self.components.config.drain_most_seconds
         return (quiet and settled) or confirmations.timed_out(finished_at, real, wait_seconds=wait, most_seconds=most)
 
     def _end(self) -> None:
-        served, parts, saved = self.current.served, self.parts, True
+        training, components, saved = self.current.training, self.components, True
         if self.current.phase != "finished":
             self._last_beat()
-        if served is not None:
-            served.rounds.close()
+        if training is not None:
+            training.rounds.close()
             if self.current.phase == "finished":
-                served.rounds.ledger.close_all()
-            self._save(served)
-            saved = parts.writer.close(SAVE_SECONDS)
+                training.rounds.ledger.close_all()
+            self._save(training)
+            saved = components.writer.close(SAVE_SECONDS)
             self._report_saves()
-            self._take_stored_buffers(parts.clock.now())
+            self._take_stored_buffers(components.clock.now())
             try:
-                export(parts, self.current, served, self._unconfirmed)
+                export(components, self.current, training, self._unconfirmed)
             except (SettingError, OSError) as wrong:
-                parts.telemetry.warn("export_failed", error=str(wrong))
+                components.telemetry.warn("export_failed", error=str(wrong))
                 saved = False
         else:
-            parts.writer.close(SAVE_SECONDS)
-        warn_unconfirmed(parts, self._unconfirmed)
-        warn_buffers(parts, self.current, self._unconfirmed)
-        parts.telemetry.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
-        publish_status(parts, self.current, parts.clock.now(), None if self.finished else "stopped")
+            components.writer.close(SAVE_SECONDS)
+        warn_unconfirmed(components, self._unconfirmed)
+        warn_buffers(components, self.current, self._unconfirmed)
+        components.telemetry.event("syncer_stopped", state="finished" if self.finished else "stopped", saved=saved)
+        publish_status(components, self.current, components.clock.now(), None if self.finished else "stopped")
         if not saved:
-            error = parts.writer.last_error or "see the log"
-            where = parts.config.directory
+            error = components.writer.last_error or "see the log"
+            where = components.config.directory
             raise SaveFailed(f"the end of the run could not be saved into {where}: {error}")
 
     @property
@@ -391,6 +395,6 @@ class Syncer:
     def _last_beat(self) -> None:
         """Publish that no call is open, so that a leaving learner does not wait for its answers to be accepted."""
         self.current.phase = "stopping"
-        parts = self.parts
-        last = replace(beat_message(self.current, parts.config, parts.clock.now()), calls=())
-        self.parts.transport.send(last, Plane.CONTROL)
+        components = self.components
+        last = replace(beat_message(self.current, components.config, components.clock.now()), calls=())
+        self.components.transport.send(last, Plane.CONTROL)

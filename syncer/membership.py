@@ -170,7 +170,7 @@ class Membership:
     """All members by name, and the incarnations that wait for a name in use."""
 
     by_name: dict[str, Member] = field(default_factory=dict)
-    lives: LifetimeCounters = field(default_factory=LifetimeCounters)
+    counters: LifetimeCounters = field(default_factory=LifetimeCounters)
     _waiting: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def get(self, who: Who) -> Member | None:
@@ -210,7 +210,7 @@ class Membership:
             member = self.by_name[name] = Member(name, incarnation, joined_at=now, heard_at=now)
         return member
 
-    def heard(self, alive: Alive, now: float) -> Member | None:
+    def alive(self, alive: Alive, now: float) -> Member | None:
         """Take a report; None if the sender is not a member. A lost member that is heard is live again."""
         member = self.get((alive.name, alive.incarnation))
         if member is None or member.state == "left":
@@ -219,7 +219,7 @@ class Membership:
         if last is not None and (alive.tokens < last.tokens or alive.local_steps < last.local_steps):
             return member  # an older report, overtaken by a newer one: counters never decrease
         member.alive, member.heard_at = alive, now
-        self.lives.report(alive)
+        self.counters.report(alive)
         ema = alive.step_seconds
         stalled = ema > 0 and alive.last_step_age_seconds > max(STALL_FACTOR * ema, SILENCE_SECONDS)
         member.state = "stalled" if stalled else "live"
@@ -232,7 +232,7 @@ class Membership:
             member.state = "left"
             if member.alive is not None and local_steps > member.alive.local_steps:
                 member.alive = replace(member.alive, local_steps=local_steps, tokens=tokens)
-                self.lives.report(member.alive)
+                self.counters.report(member.alive)
         return member
 
     def silent(self, now: float) -> list[Member]:

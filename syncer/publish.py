@@ -16,7 +16,7 @@ from .ledger import Who
 from .metrics import RunMetrics
 from .round_events import Merge
 from .rounds import Rounds
-from .run_state import Components, RunState, Served
+from .run_state import Components, RunState, TrainingState
 
 GATHER_SECONDS = 0.1
 
@@ -61,67 +61,67 @@ class Retransmissions:
 class Publisher:
     """Handles Delta and Fetch, and carries out merges."""
 
-    def __init__(self, parts: Components, run: RunState) -> None:
-        self._parts, self._run = parts, run
-        self.repairs = Retransmissions()
+    def __init__(self, components: Components, run: RunState) -> None:
+        self._components, self._run = components, run
+        self.retransmissions = Retransmissions()
 
     def delta(self, delta: Delta, _now: float) -> None:
         """Take one chunk of an answer. Malformed with the reason if it is rejected."""
-        served = self._run.served
-        if served is None:
+        training = self._run.training
+        if training is None:
             raise Malformed("early", "the run has no version 0 yet")
-        answer = served.intake.take(delta)
+        answer = training.delta_assembler.take(delta)
         if answer is None:
             return
-        reason = served.rounds.answer(answer)
+        reason = training.rounds.answer(answer)
         if reason:
             raise Malformed(reason)
-        member = served.rounds.members.get(answer.who)
+        member = training.rounds.members.get(answer.who)
         if member is not None:
             member.rejected_in_a_row = 0
-        if served.rounds.counts(answer):
+        if training.rounds.counts(answer):
             self._run.rejections.accepted(answer.who, Delta.KIND)
 
-    def merge(self, served: Served, merge: Merge, now: float) -> tuple[Who, ...]:
+    def merge(self, training: TrainingState, merge: Merge, now: float) -> tuple[Who, ...]:
         """Carry out a Merge and publish the new version. Returns the learners whose answers were not counted."""
-        began, call, rounds, telemetry = time.perf_counter(), merge.call, served.rounds, self._parts.telemetry
+        began, call, rounds, telemetry = time.perf_counter(), merge.call, training.rounds, self._components.telemetry
         try:
-            merged = merge_answers(served, merge)
+            merged = merge_answers(training, merge)
         except Malformed as wrong:
             telemetry.warn("merge_failed", fragment=call.fragment, slot=call.slot, detail=str(wrong))
-            self._parts.transport.send(rounds.wire_call(rounds.failed(merge, now).call))
+            self._components.transport.send(rounds.wire_call(rounds.failed(merge, now).call))
             return ()
         t = rounds.step(now)
-        self._publish(served, merge, merged, t)
+        self._publish(training, merge, merged, t)
         seconds = time.perf_counter() - began
-        book_merge(served, merge, merged, now, seconds)
-        telemetry.report_merge(served.state, merge, merged, t, seconds)
+        book_merge(training, merge, merged, now, seconds)
+        telemetry.report_merge(training.model, merge, merged, t, seconds)
         for answer in merge.answers:
             self._run.rejections.accepted(answer.who, Delta.KIND)
         return tuple(a.who for a in merge.unreported)
 
     def fetch(self, fetch: Fetch, now: float) -> None:
-        served = self._run.served
-        if served is not None and fetch.epoch == self._run.epoch and fetch.fragment <= served.state.plan.P:
-            self.repairs.ask(fetch, now)
+        training = self._run.training
+        if training is not None and fetch.epoch == self._run.epoch and fetch.fragment <= training.model.plan.P:
+            self.retransmissions.ask(fetch, now)
 
-    def repair(self, now: float) -> None:
+    def retransmit(self, now: float) -> None:
         """Send the retransmissions that are due."""
-        for repair in self.repairs.due(now):
-            served = self._run.served
+        for retransmission in self.retransmissions.due(now):
+            training = self._run.training
             try:
-                source = self._source(served, repair) if served is not None else None
+                source = self._source(training, retransmission) if training is not None else None
             except (Malformed, OSError) as wrong:  # version 0 cannot be read from the disk
-                self._parts.telemetry.warn(
-                    "repair_failed", what=repair.what, fragment=repair.fragment, error=str(wrong)
+                self._components.telemetry.warn(
+                    "repair_failed", what=retransmission.what, fragment=retransmission.fragment, error=str(wrong)
                 )
                 continue
             if source is not None:
                 make, payload = source
-                for part in split(payload, repair.chunks):
-                    self._parts.transport.send(make(part))
+                for part in split(payload, retransmission.chunks):
+                    self._components.transport.send(make(part))
 
-    def _publish(self, served: Served, merge: Merge, merged: MergeResult, t: int) -> None:
+    def _publish(self, training: TrainingState, merge: Merge, merged: MergeResult, t: int) -> None:
         settings, call = self._run.settings, merge.call
         header: dict[str, Any] = {
             "run": settings.run,
@@ -137,43 +137,43 @@ class Publisher:
         }
         updates = [Update(**header, **part) for part in split(merged.payload)]
         for update in updates:
-            self._parts.transport.send(update)
-        served.remember(updates[0])
+            self._components.transport.send(update)
+        training.remember(updates[0])
 
     def _source(
-        self, served: Served, repair: Retransmission
+        self, training: TrainingState, retransmission: Retransmission
     ) -> tuple[Callable[[dict[str, Any]], Chunked], memoryview] | None:
         """A function that makes the message of one chunk, and the whole payload; None if there is nothing to send."""
-        state, p = served.state, repair.fragment
-        if repair.what == "update":
-            update, last = served.updates.get(p), state.last_update(p) if p < state.plan.P else None
+        state, p = training.model, retransmission.fragment
+        if retransmission.what == "update":
+            update, last = training.updates.get(p), state.last_update(p) if p < state.plan.P else None
             if update is None or last is None or last.version != update.version:
                 return None
             return lambda part: Update(**{**vars(update), **part}), last.payload
-        if repair.what == "initial" and p < state.plan.P:
-            payload = self._parts.checkpoints.initial(p)
+        if retransmission.what == "initial" and p < state.plan.P:
+            payload = self._components.checkpoints.initial(p)
             version, sha = 0, digest(payload)
         else:
             version, payload, sha = state.keyframe(p)
-        header: dict[str, Any] = {"run": self._run.settings.run, "epoch": self._run.epoch, "t": served.rounds.t}
+        header: dict[str, Any] = {"run": self._run.settings.run, "epoch": self._run.epoch, "t": training.rounds.t}
         header |= {"fragment": p, "version": version, "digest": sha}
         return lambda part: Keyframe(**header, **part), payload
 
 
-def merge_answers(served: Served, merge: Merge) -> MergeResult:
+def merge_answers(training: TrainingState, merge: Merge) -> MergeResult:
     """The fragment's next version from the weighted answers. Malformed if it is not finite."""
     weights = [token_weight(a.tokens, a.steps) for a in merge.answers]
-    return served.state.merge(merge.call.fragment, [a.vector.delta for a in merge.answers], weights)
+    return training.model.merge(merge.call.fragment, [a.vector.delta for a in merge.answers], weights)
 
 
-def book_merge(served: Served, merge: Merge, merged: MergeResult, now: float, seconds: float) -> None:
+def book_merge(training: TrainingState, merge: Merge, merged: MergeResult, now: float, seconds: float) -> None:
     """Record a published merge, which took `seconds`, in rounds, norm filter and metrics."""
-    rounds = served.rounds
+    rounds = training.rounds
     rounds.merged(merge, seconds, merged.digest)
-    served.intake.forget_closed()
+    training.delta_assembler.forget_closed()
     for answer in merge.answers:
-        served.screen.merged(merge.call.fragment, answer.vector.norm, answer.steps)
-    count_merge(rounds, served.figures, merge, now, seconds)
+        training.norm_filter.merged(merge.call.fragment, answer.vector.norm, answer.steps)
+    count_merge(rounds, training.metrics, merge, now, seconds)
 
 
 def count_merge(rounds: Rounds, figures: RunMetrics, merge: Merge, now: float, seconds: float) -> None:

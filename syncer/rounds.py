@@ -3,7 +3,7 @@ quorum and grace window). Pure: no socket, no clock.
 
 The caller (the syncer's loop, a simulator, a test) passes the time and carries out the actions:
 
-    join(...), heard(...), left(...), answer(...)   members join, report and leave; answers arrive
+    join(...), alive(...), left(...), answer(...)   members join, report and leave; answers arrive
     tick(now)   -> [Called, Merge, Unmet, Lost, Drained]
     merged(...) / failed(...)   the result of a Merge
 
@@ -81,9 +81,9 @@ class Rounds:
         self._retired |= {other for other in self.ledger.open_incarnations(name) if other != member.who}
         return member
 
-    def heard(self, alive: Alive, now: float) -> Member | None:
+    def alive(self, alive: Alive, now: float) -> Member | None:
         """Take a report; None if the sender is not a member."""
-        member = self.members.heard(alive, now)
+        member = self.members.alive(alive, now)
         if member is not None:
             self.ledger.report(member.who, alive.tokens)
         return member
@@ -130,7 +130,7 @@ class Rounds:
             self.calls[answer.fragment].answers[answer.who] = answer
             if self.counts(answer):
                 self.ledger.report(answer.who, answer.tokens_to)
-                self.members.lives.reached(answer.who, answer.steps_to)
+                self.members.counters.reached(answer.who, answer.steps_to)
         return reason
 
     def counts(self, answer: Answer) -> bool:
@@ -344,7 +344,7 @@ class Rounds:
             elif not any(self.ledger.open_incarnations(name)):
                 self._forgotten.discard(name)
                 self.ledger.forget(name)
-                self.members.lives.forget(name)
+                self.members.counters.forget(name)
 
     def _close(self, call: OpenCall) -> None:
         if self.calls.get(call.fragment) is call:
@@ -358,11 +358,11 @@ class Rounds:
             "t": self.t,
             "versions": list(self.versions),
             "ledger": self.ledger.to_json(),
-            "lives": self.members.lives.to_json(),
+            "lives": self.members.counters.to_json(),
         }
 
     def load_json(self, rows: dict[str, Any]) -> None:
         self.slot, self.t = rows["slot"], min(rows["t"], self.settings.steps)
         self.versions = list(rows["versions"])
         self.ledger.load_json(rows["ledger"])
-        self.members.lives.load_json(rows["lives"])
+        self.members.counters.load_json(rows["lives"])

@@ -52,24 +52,24 @@ def assemble(config: SyncerConfig, transport: Transport, discovery: EpochDiscove
 
 
 @dataclass
-class Served:
+class TrainingState:
     """State that exists from version 0 on: the global model and the objects that decide about it."""
 
-    state: GlobalModel
+    model: GlobalModel
     rounds: Rounds
-    figures: RunMetrics
-    screen: NormFilter = field(init=False)
-    intake: DeltaAssembler = field(init=False)
+    metrics: RunMetrics
+    norm_filter: NormFilter = field(init=False)
+    delta_assembler: DeltaAssembler = field(init=False)
     digests: list[dict[int, str]] = field(init=False)
     """For each fragment: version -> digest of the last few versions, to compare with the learners' digests."""
     updates: dict[int, Update] = field(default_factory=dict)
     """For each fragment: the first chunk of its last Update, for retransmission."""
 
     def __post_init__(self) -> None:
-        P = self.state.plan.P
-        self.screen = NormFilter(P, most_steps=2 * self.state.settings.sync_every)
-        self.intake = DeltaAssembler(self.rounds, self.state, self.screen)
-        self.digests = [{self.state.versions[p]: self.state.keyframe(p)[2]} for p in range(P)]
+        P = self.model.plan.P
+        self.norm_filter = NormFilter(P, most_steps=2 * self.model.settings.sync_every)
+        self.delta_assembler = DeltaAssembler(self.rounds, self.model, self.norm_filter)
+        self.digests = [{self.model.versions[p]: self.model.keyframe(p)[2]} for p in range(P)]
 
     def remember(self, update: Update) -> None:
         known = self.digests[update.fragment]
@@ -84,7 +84,7 @@ class Served:
             "phase": run.phase,
             "epoch": run.epoch,
             "rounds": self.rounds.to_json(),
-            "figures": self.figures.to_json(),
+            "figures": self.metrics.to_json(),
         }
 
 
@@ -97,9 +97,9 @@ class RunState:
     phase: Phase = "waiting"
     model_hash: str = ""
     """Set when the run is finished."""
-    served: Served | None = None
+    training: TrainingState | None = None
     rejections: Rejections = field(default_factory=Rejections)
-    block: StallMonitor = field(default_factory=StallMonitor)
+    stall_monitor: StallMonitor = field(default_factory=StallMonitor)
     number: int = field(default_factory=lambda: secrets.randbits(53))
     """Random number of this syncer process, published in its beats."""
     confirmations: Confirmations = field(default_factory=Confirmations)

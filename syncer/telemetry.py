@@ -88,19 +88,23 @@ class Telemetry:
 
     def publish_learner(self, member: Member, rounds: Rounds, now: float, *, rejected_reason: str = "") -> None:
         """One learner's hash and its entry in the sorted set of learners."""
-        alive, account, lives = member.alive, rounds.ledger.account(member.name), rounds.members.lives.of(member.name)
+        alive, account, counters = (
+            member.alive,
+            rounds.ledger.account(member.name),
+            rounds.members.counters.of(member.name),
+        )
         seen = time.time() - (now - member.heard_at)
         self.registry.publish_learner(
             member.name, seen,
             incarnation=member.incarnation, state=member.state, host=member.host, device=member.device, pid=member.pid,
-            local_step=lives["local_steps"], tokens_reported=account.reported,
+            local_step=counters["local_steps"], tokens_reported=account.reported,
             tokens_merged=account.merged, tokens_pending=account.pending, tokens_lost=account.lost,
             step_seconds=round(member.step_seconds, 6), loss="" if alive is None or alive.loss is None else alive.loss,
             joined_at=round(time.time() - (now - member.joined_at), 3), rejected=member.rejected,
             rejected_reason=rejected_reason,
-            inner_seconds=round(lives["inner_seconds"], 3), session_seconds=round(lives["session_seconds"], 4),
-            since_first_step_seconds=round(lives["since_first_step_seconds"], 3),
-            bytes_up=lives["bytes_up"], bytes_down=lives["bytes_down"], gaps=lives["gaps"],
+            inner_seconds=round(counters["inner_seconds"], 3), session_seconds=round(counters["session_seconds"], 4),
+            since_first_step_seconds=round(counters["since_first_step_seconds"], 3),
+            bytes_up=counters["bytes_up"], bytes_down=counters["bytes_down"], gaps=counters["gaps"],
         )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def learner_rows(rounds: Rounds) -> list[dict[str, Any]]:
                 "tokens_pending": account.pending,
                 "tokens_lost": account.lost,
                 "rejected": member.rejected if member else 0,
-                **rounds.members.lives.of(name),
+                **rounds.members.counters.of(name),
             }
         )
     return rows
@@ -129,7 +133,7 @@ def run_figures(rounds: Rounds, figures: RunMetrics, state: str, now: float) -> 
     """The run's figures, as published in `dd:RUN:run` and summary.json."""
     total, t, settings = rounds.ledger.total(), rounds.step(now), rounds.settings
     live, able = len(rounds.members.live()), rounds.may_answer()
-    lives = rounds.members.lives.total()
+    counters = rounds.members.counters.total()
     return {
         "run": settings.run,
         "state": state,
@@ -147,8 +151,8 @@ def run_figures(rounds: Rounds, figures: RunMetrics, state: str, now: float) -> 
         "tokens_pending": total.pending,
         "tokens_lost": total.lost,
         "useful_share": round(total.merged / total.reported, 4) if total.reported else 0.0,
-        "bytes_up": lives["bytes_up"],
-        "bytes_down": lives["bytes_down"],
+        "bytes_up": counters["bytes_up"],
+        "bytes_down": counters["bytes_down"],
         **figures.to_summary(),
     }
 

@@ -113,7 +113,7 @@ class SyncerRun:
         self._thread.start()
 
     def _run(self) -> None:
-        parts = self.syncer.parts
+        parts = self.syncer.components
         try:
             self.syncer.run()
         except BaseException as failure:  # noqa: BLE001 handed to the test
@@ -151,7 +151,7 @@ class SyncerRun:
     def rejected(self) -> Counter[str]:
         """Rejections by reason."""
         total: Counter[str] = Counter()
-        for (_, reason), times in self.syncer.parts.telemetry.rejected.items():
+        for (_, reason), times in self.syncer.components.telemetry.rejected.items():
             total[reason] += times
         return total
 

@@ -22,7 +22,7 @@ from ...common.errors import SettingError
 from ...common.log import get_logger
 from ..discover import discover
 from ..observer import Observer
-from .startup import StopRequest, task_of
+from .startup import StopFlag, task_of
 from .text import Corpus, baselines, check_exists, generator, load_corpus, windows
 from .transformer import Transformer, loss_of
 
@@ -85,7 +85,7 @@ def main(
     if not eval_every_seconds > 0:
         raise SettingError(f"--eval-every must be greater than 0 seconds, not {eval_every_seconds}")
     check_exists(data)
-    StopRequest()
+    StopFlag()
     torch.set_num_threads(1)
     try:
         beat = discover(config.broker, config.run, config.join_timeout_seconds, config.key)

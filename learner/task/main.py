@@ -11,7 +11,7 @@ from ...common.log import get_logger
 from ..discover import discover
 from ..session import Session, join
 from .loop import make_optimizer, train
-from .startup import StopRequest, check_device, task_of
+from .startup import StopFlag, check_device, task_of
 from .text import Batches, Corpus, batches, check_exists, load_corpus
 from .transformer import Transformer
 
@@ -25,7 +25,7 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
     The text is read before joining, so that a learner without data never counts as a member.
     """
     check_exists(data)
-    stop_request = StopRequest()
+    stop_flag = StopFlag()
     torch_device = check_device(device)
     torch.set_num_threads(threads)
     # The first optimizer loads further torch modules, which takes a second: do it before joining.
@@ -44,18 +44,18 @@ def main(config: LearnerConfig, *, data: Path | None = None, device: str = "cpu"
             join_timeout_seconds=config.join_timeout_seconds, orphan_timeout_seconds=config.orphan_timeout_seconds,
             directory=config.directory, tape=config.tape,
         )  # fmt: skip
-        stop_request.interrupts = False
+        stop_flag.interrupts = False
     except KeyboardInterrupt:
         log.info("left_before_joining", learner=config.name)
         return 0
     with session:
-        stream = stream_of(session, corpus, task, seed)
-        train(session, model, optimizer, stream, inner_lr=task.inner_lr, stop=stop_request.requested)
+        stream = _stream_of(session, corpus, task, seed)
+        train(session, model, optimizer, stream, inner_lr=task.inner_lr, stop=stop_flag.requested)
     log.info("learner_stopped", learner=config.name, finished=session.finished, local_steps=session.local_steps)
     return 0
 
 
-def stream_of(session: Session, corpus: Corpus, task: TaskSettings, seed: int) -> Batches:
+def _stream_of(session: Session, corpus: Corpus, task: TaskSettings, seed: int) -> Batches:
     """This learner's batches: each incarnation has a different stream."""
     return batches(
         corpus.train, task.batch_sequences, task.sequence_length,

@@ -14,8 +14,8 @@ from ...common.signals import stop_signals
 from ...common.wire import Beat
 
 
-class StopRequest:
-    """Stop request from SIGTERM, SIGINT or SIGHUP.
+class StopFlag:
+    """Flag that SIGTERM, SIGINT or SIGHUP sets.
 
     While `interrupts` is true, a signal raises KeyboardInterrupt in the main thread; otherwise it only sets
     `requested`. A second signal ends the process, except SIGHUP, which a closing terminal may send twice.

@@ -34,7 +34,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
         """`x` [sequences, length, width] -> the same shape."""
         q, k, v = (part(x).unflatten(-1, (-1, HEAD_CHANNELS)).transpose(1, 2) for part in self._inputs())
-        q, k = rotate(self.query_norm(q), rotations), rotate(self.key_norm(k), rotations)
+        q, k = _rotate(self.query_norm(q), rotations), _rotate(self.key_norm(k), rotations)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         return self.head(self.head_norm(x))  # type: ignore[no-any-return]
 
 
-def rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x: Tensor, rotations: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary positions (arXiv 2104.09864) on `x` [..., length, channels]: channel i rotates together with i + half."""
     cos, sin = rotations
     left, right = x.chunk(2, dim=-1)

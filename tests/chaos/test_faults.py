@@ -151,7 +151,7 @@ def test_the_final_model_is_evaluated_although_the_evaluator_was_killed_before(f
 
 
 def test_versions_never_go_back(finished: Run) -> None:
-    """Not even if the syncer is killed. After all were killed, at the end of epoch 3, the last checkpoint is what is left."""
+    """Except after epoch 3, at whose end all processes were killed: the last checkpoint is what is left."""
     for epochs in ((1, 2, 3), (4,)):
         seen: dict[int, int] = {}
         for row in merged_rounds(finished):

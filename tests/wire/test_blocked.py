@@ -88,7 +88,7 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
         def seen() -> dict[str, Any]:
             return read_status(store, "run")
 
-        wait_for(trains(learners, wild, lambda: sum(run.syncer.current.served.rounds.versions) >= 1), "it merges")  # type: ignore[union-attr]
+        wait_for(trains(learners, wild, lambda: sum(run.syncer.current.training.rounds.versions) >= 1), "it merges")  # type: ignore[union-attr]
         wild["c"] = 1e4
 
         def told() -> Any:
@@ -115,7 +115,7 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
 def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted, "TOKENS", 0)
     with syncer_run(tmp_path, fragments=1, overlap=1) as run:
-        learners, block = joined(run, "ab"), run.syncer.current.block
+        learners, block = joined(run, "ab"), run.syncer.current.stall_monitor
 
         def told() -> Any:
             notices = [m for m in learners[0].heard if isinstance(m, Welcome) and m.verdict == "notice"]
@@ -130,7 +130,7 @@ def test_a_learner_whose_reports_cannot_be_read_hears_it_and_the_run_names_it(
 ) -> None:
     monkeypatch.setattr(membership, "SILENCE_SECONDS", 0.5)
     with syncer_run(tmp_path) as run:
-        [a], block = joined(run, "a"), run.syncer.current.block
+        [a], block = joined(run, "a"), run.syncer.current.stall_monitor
         what = "field: loss of a alive must be a finite number"
 
         def told() -> bool:
@@ -172,7 +172,7 @@ def test_a_newcomer_whose_layout_is_none_hears_of_it(run: SyncerRun) -> None:
 
 
 def test_a_learner_that_was_chosen_to_begin_the_run_and_sends_nothing_is_named(run: SyncerRun) -> None:
-    a, block = run.learner("a"), run.syncer.current.block
+    a, block = run.learner("a"), run.syncer.current.stall_monitor
     a.wait(Beat)
     what = "a was chosen to send version 0 and has sent nothing for"
     wait_for(lambda: a.hello().verdict == "seed" and what in block.text, "it is named")
@@ -187,7 +187,7 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
     run = SyncerRun(tmp_path, port, scripted.settings())
     run.start()
     try:
-        [a], block = joined(run, "a"), run.syncer.current.block
+        [a], block = joined(run, "a"), run.syncer.current.stall_monitor
         broker.stop()
         broker.join()
         wait_for(lambda: f"the broker at tcp://127.0.0.1:{port} does not answer" in block.text, "it says so")
@@ -208,10 +208,10 @@ def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connecti
         run.start()
         try:
             [learner] = joined(run, "a")
-            block = run.syncer.current.block
+            block = run.syncer.current.stall_monitor
             broker.stop_in_its_tracks()
             wait_for(lambda: "not even this syncer's own beats" in block.text, "the syncer says what it waits for")
-            assert run.syncer.parts.transport.proven
+            assert run.syncer.components.transport.proven
             assert f"nothing returns from the broker at {run.address}" in block.text
             broker.go_on()
             wait_for(trains([learner], {}, lambda: not block.text), "it moves again")

@@ -33,15 +33,15 @@ def run(tmp_path: Path) -> Iterator[SyncerRun]:
 
 
 def versions(run: SyncerRun) -> list[int]:
-    served = run.syncer.current.served
-    assert served is not None
-    return list(served.state.versions)
+    training = run.syncer.current.training
+    assert training is not None
+    return list(training.model.versions)
 
 
 def all_finite(run: SyncerRun) -> bool:
-    served = run.syncer.current.served
-    assert served is not None
-    state = served.state
+    training = run.syncer.current.training
+    assert training is not None
+    state = training.model
     tensors = [*state.public, *state.residual, *(state.momentum or [])]
     return all(bool(torch.isfinite(t).all()) for t in tensors)
 
@@ -183,9 +183,9 @@ def test_a_learner_that_was_silent_so_long_that_it_was_forgotten_is_asked_to_say
     monkeypatch.setattr(membership, "REMEMBERED", 0)
     a = run.learner("a")
     a.join()
-    served = run.syncer.current.served
-    assert served is not None
-    wait_for(lambda: not served.rounds.members.by_name, "it is forgotten")
+    training = run.syncer.current.training
+    assert training is not None
+    wait_for(lambda: not training.rounds.members.by_name, "it is forgotten")
 
     def told() -> bool:
         a.alive()
@@ -253,9 +253,9 @@ def test_the_same_delta_again_at_once_after_the_merge_and_three_rounds_later_cou
         a.answer(later)
     a.bulk.send(genuine)
     wait_for(lambda: run.rejected["duplicate"] + run.rejected["late"] >= 3, "the repeats are rejected")
-    served = run.syncer.current.served
-    assert served is not None
-    account = served.rounds.ledger.account("a")
+    training = run.syncer.current.training
+    assert training is not None
+    account = training.rounds.ledger.account("a")
     assert account.merged <= account.reported
 
 
@@ -501,8 +501,8 @@ def answers_until(run: SyncerRun, a: ScriptedLearner, enough: Callable[[], Any])
         a.listen()
         if found := enough():
             return found
-        served = run.syncer.current.served
-        for call in served.rounds.wire_calls() if served else ():
+        training = run.syncer.current.training
+        for call in training.rounds.wire_calls() if training else ():
             if (call.slot, call.attempt) not in answered:
                 answered.add((call.slot, call.attempt))
                 p = call.fragment
@@ -535,9 +535,9 @@ def test_a_run_ends_with_one_last_round_of_every_fragment_and_books_without_pend
         a.step(5)
         a.goodbye("finished", beat.model_hash)
         wait_for(lambda: not run._thread.is_alive(), "the syncer goes when all have acknowledged")
-        served = run.syncer.current.served
-        assert served is not None
-        total = served.rounds.ledger.total()
+        training = run.syncer.current.training
+        assert training is not None
+        total = training.rounds.ledger.total()
         assert total.reported == a.steps * TOKENS
         assert total.pending == 0
         assert total.reported == total.merged + total.lost
@@ -549,15 +549,15 @@ def test_nobody_hears_that_the_run_is_over_before_its_end_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with syncer_run(tmp_path, steps=3, checkpoint_every=0) as run:
-        gate, store = threading.Event(), run.syncer.parts.checkpoints
+        gate, store = threading.Event(), run.syncer.components.checkpoints
         save = store.save
         monkeypatch.setattr(store, "save", lambda *what: (gate.wait(60), save(*what))[1])
         a = run.learner("a")
         a.join()
 
         def drained() -> bool:
-            served = run.syncer.current.served
-            return served is not None and served.rounds.state == "drained"
+            training = run.syncer.current.training
+            return training is not None and training.rounds.state == "drained"
 
         wait_for(answers_until(run, a, drained), "every fragment has had its last round")
         before = len(beats(a))
@@ -575,7 +575,7 @@ def test_the_end_is_told_also_where_the_disk_takes_nothing_any_more(
         raise OSError("No space left on device")
 
     with syncer_run(tmp_path, steps=3, checkpoint_every=0) as run:
-        monkeypatch.setattr(run.syncer.parts.checkpoints, "save", full)
+        monkeypatch.setattr(run.syncer.components.checkpoints, "save", full)
         a = run.learner("a")
         a.join()
         beat = wait_for(answers_until(run, a, lambda: finished(a)), "the run is finished")
@@ -586,7 +586,7 @@ def test_the_end_is_told_also_where_the_disk_takes_nothing_any_more(
 
 def test_checkpoints_that_fail_are_logged_once_and_so_is_the_end_of_the_trouble(tmp_path: Path) -> None:
     with logged(tmp_path) as events, syncer_run(tmp_path / "run") as run:
-        writer, folder = run.syncer.parts.writer, run.directory / "global"
+        writer, folder = run.syncer.components.writer, run.directory / "global"
         a = run.learner("a")
         a.join()
         wait_for(answers_until(run, a, lambda: events("checkpoint")), "a first checkpoint")
@@ -640,8 +640,8 @@ def test_a_syncer_that_is_stopped_waits_for_no_answer_when_everybody_has_left(tm
         a.join()
         a.call()
         a.goodbye("left")
-        wait_for(lambda: not run.syncer.current.served.rounds.members.live(), "it has left")  # type: ignore[union-attr]
-        assert run.syncer.current.served.rounds.calls  # type: ignore[union-attr]
+        wait_for(lambda: not run.syncer.current.training.rounds.members.live(), "it has left")  # type: ignore[union-attr]
+        assert run.syncer.current.training.rounds.calls  # type: ignore[union-attr]
         run.syncer.stop()
         wait_for(lambda: not run._thread.is_alive(), "the syncer ends")
         assert run.failure == []
@@ -662,8 +662,8 @@ def two_at_the_end(run: SyncerRun) -> tuple[ScriptedLearner, ScriptedLearner, Be
 
 
 def lost(run: SyncerRun, name: str) -> bool:
-    served = run.syncer.current.served
-    return served is not None and served.rounds.members.by_name[name].state == "lost"
+    training = run.syncer.current.training
+    return training is not None and training.rounds.members.by_name[name].state == "lost"
 
 
 def test_a_learner_that_falls_silent_at_the_end_is_awaited_until_its_goodbye(

@@ -203,10 +203,10 @@ def test_a_closing_terminal_is_one_stop_request_even_if_it_signals_twice(tmp_pat
     for first in ("signal.SIGHUP", "signal.SIGINT"):
         assert run(tmp_path, ["-c", up.replace("{first}", first)]).stdout == b"True 1\n"
     learner = (
-        "import os, signal; from decoupled_diloco.learner.task.startup import StopRequest\n"
-        "leave = StopRequest(); leave.interrupts = False\n"
+        "import os, signal; from decoupled_diloco.learner.task.startup import StopFlag\n"
+        "stop = StopFlag(); stop.interrupts = False\n"
         "for _ in range(2): os.kill(os.getpid(), signal.SIGHUP)\n"
-        "print(leave.requested.is_set())\n"
+        "print(stop.requested.is_set())\n"
     )
     assert run(tmp_path, ["-c", learner]).stdout == b"True\n"
 

@@ -53,4 +53,4 @@ def test_a_crowd_of_names_takes_bounded_memory() -> None:
     survey = KnownEpochs()
     for n in range(SENDERS + 100):
         survey.take(replace(ALIVE, name=f"n-{n}"))
-    assert len(survey._said) == SENDERS
+    assert len(survey._reports) == SENDERS

@@ -24,21 +24,21 @@ def alive(name: str, incarnation: int = 1, **more: Any) -> Alive:
 def test_a_silent_member_is_lost_and_live_again_when_heard() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    assert members.heard(alive("a"), 1.0) is not None
+    assert members.alive(alive("a"), 1.0) is not None
     assert not members.silent(1.0 + SILENCE_SECONDS - 0.01)
     assert [m.name for m in members.silent(1.0 + SILENCE_SECONDS)] == ["a"]
     assert not members.silent(99.0), "lost is told once"
     assert not members.live()
-    members.heard(alive("a", tokens=40), 100.0)
+    members.alive(alive("a", tokens=40), 100.0)
     assert [m.name for m in members.live()] == ["a"]
 
 
 def test_a_learner_without_steps_for_ten_of_its_own_is_stalled_and_not_awaited() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    members.heard(alive("a", step_seconds=1.0, last_step_age_seconds=9.0), 1.0)
+    members.alive(alive("a", step_seconds=1.0, last_step_age_seconds=9.0), 1.0)
     assert [m.name for m in members.awaited()] == ["a"]
-    members.heard(alive("a", step_seconds=1.0, last_step_age_seconds=11.0), 2.0)
+    members.alive(alive("a", step_seconds=1.0, last_step_age_seconds=11.0), 2.0)
     assert not members.awaited()
     assert [m.name for m in members.live()] == ["a"]
 
@@ -46,7 +46,7 @@ def test_a_learner_without_steps_for_ten_of_its_own_is_stalled_and_not_awaited()
 def test_nobody_is_awaited_before_its_first_timed_step() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    members.heard(alive("a", step_seconds=0.0), 1.0)
+    members.alive(alive("a", step_seconds=0.0), 1.0)
     assert not members.awaited()
     assert members.typical_step_seconds() == 0.0
 
@@ -55,7 +55,7 @@ def test_the_typical_step_is_the_lower_median_and_the_slowest_counts_only_within
     members = Membership()
     for i, seconds in enumerate((0.1, 0.15, 0.3, 5.0)):
         members.join(f"l{i}", 1, now=0.0)
-        members.heard(alive(f"l{i}", step_seconds=seconds), 0.0)
+        members.alive(alive(f"l{i}", step_seconds=seconds), 0.0)
     assert members.typical_step_seconds() == 0.15
     assert members.slowest_step_seconds(within=2.0) == 0.3
 
@@ -63,10 +63,10 @@ def test_the_typical_step_is_the_lower_median_and_the_slowest_counts_only_within
 def test_a_held_name_is_waited_for_refused_when_its_holder_speaks_and_free_when_it_is_silent() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    members.heard(alive("a"), 0.5)
+    members.alive(alive("a"), 0.5)
     assert members.admit("a", 2, 1.0) == "wait"
     assert members.admit("a", 2, 1.5) == "wait"
-    members.heard(alive("a", tokens=31), 1.6)
+    members.alive(alive("a", tokens=31), 1.6)
     assert members.admit("a", 2, 2.0) == "refused"
     assert members.admit("a", 2, 1.7 + SILENCE_SECONDS) == "welcome"
     assert members.admit("a", 1, 2.0) == "welcome", "the holder itself may say Hello again"
@@ -77,14 +77,14 @@ def test_a_name_whose_holder_said_goodbye_is_free_at_once() -> None:
     members.join("a", 1, now=0.0)
     members.leave(("a", 1))
     assert members.admit("a", 2, 0.1) == "welcome"
-    assert members.heard(alive("a", 1), 0.2) is None, "who has left is no member any more"
+    assert members.alive(alive("a", 1), 0.2) is None, "who has left is no member any more"
 
 
 def test_an_older_report_overtaken_by_a_newer_one_changes_nothing() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    members.heard(alive("a", tokens=50, local_steps=5), 1.0)
-    member = members.heard(alive("a", tokens=40, local_steps=4), 2.0)
+    members.alive(alive("a", tokens=50, local_steps=5), 1.0)
+    member = members.alive(alive("a", tokens=40, local_steps=4), 2.0)
     assert member is not None
     assert member.tokens == 50
 
@@ -92,8 +92,8 @@ def test_an_older_report_overtaken_by_a_newer_one_changes_nothing() -> None:
 def test_reports_of_strangers_and_of_former_incarnations_are_nobody_s() -> None:
     members = Membership()
     members.join("a", 1, now=0.0)
-    assert members.heard(alive("b"), 1.0) is None
-    assert members.heard(alive("a", 2), 1.0) is None
+    assert members.alive(alive("b"), 1.0) is None
+    assert members.alive(alive("a", 2), 1.0) is None
 
 
 def test_names_that_ended_are_forgotten_before_they_fill_the_memory() -> None:
@@ -122,7 +122,7 @@ def test_no_report_that_the_wire_takes_stops_the_round_machine(
     names = ("step_seconds", "last_step_age_seconds", "since_first_step_seconds")
     figures: dict[str, Any] = dict(zip(names, seconds, strict=True))
     for now in (1.0, 2.0):
-        rounds.heard(alive("a", local_steps=steps, tokens=tokens, **figures), now)
+        rounds.alive(alive("a", local_steps=steps, tokens=tokens, **figures), now)
         rounds.tick(now)
         rounds.step(now)
         assert rounds.next_deadline(now) <= now + 1.0

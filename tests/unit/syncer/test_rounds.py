@@ -81,7 +81,7 @@ class House:
         self.hear(worker)
 
     def hear(self, worker: Worker, age: float = 0.0) -> None:
-        self.rounds.heard(worker.alive(age), self.now)
+        self.rounds.alive(worker.alive(age), self.now)
 
     def tick(self, seconds: float = 0.0) -> list[Action]:
         """Let `seconds` pass, carry out what the machine wants, and give it back."""
@@ -458,9 +458,11 @@ def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_chang
     assert max(sizes) <= 1.2 * sizes[REMEMBERED]
     steps = 2 * 3 * REMEMBERED
     assert h.rounds.ledger.total().reported == steps * TOKENS
-    assert h.rounds.members.lives.total()["local_steps"] == steps
+    assert h.rounds.members.counters.total()["local_steps"] == steps
     assert h.rounds.ledger.account("passer-1").reported == 0
-    assert h.rounds.ledger.account(FORGOTTEN).reported == h.rounds.members.lives.of(FORGOTTEN)["local_steps"] * TOKENS
+    assert (
+        h.rounds.ledger.account(FORGOTTEN).reported == h.rounds.members.counters.of(FORGOTTEN)["local_steps"] * TOKENS
+    )
 
 
 def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:

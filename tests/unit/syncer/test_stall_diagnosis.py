@@ -47,7 +47,7 @@ class House:
             "local_steps": 10, "tokens": self.tokens, "step_seconds": self.step_seconds, "last_step_age_seconds": 0.0,
             "inner_seconds": 0.0, "session_seconds": 0.0, "since_first_step_seconds": 0.0,
         }  # fmt: skip
-        self.rounds.heard(Alive(run="run", name=name, incarnation=1, epoch=1, **(rows | more)), self.now)
+        self.rounds.alive(Alive(run="run", name=name, incarnation=1, epoch=1, **(rows | more)), self.now)
 
     def answer(self, name: str, **more: Any) -> str:
         [call] = self.rounds.calls.values()
