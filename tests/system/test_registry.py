@@ -31,7 +31,7 @@ KEYS = RedisKeys("run")
 SECRET = "p@s:s#w/o?r%d$ü&+=%41"  # noqa: S105 - no password; every character that URLs, files and shells treat in their own way
 
 
-class House:
+class RegistryAndRedis:
     """A store, a registry that writes to it, and the lines that it logged."""
 
     def __init__(self, directory: Path) -> None:
@@ -94,21 +94,21 @@ def logger_into(lines: list[dict[str, Any]]) -> Any:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path / "store")
-    yield house
-    house.close()
+def pair(tmp_path: Path) -> Iterator[RegistryAndRedis]:
+    pair = RegistryAndRedis(tmp_path / "store")
+    yield pair
+    pair.close()
 
 
 @pytest.fixture
-def full_house(house: House) -> House:
-    house.publish_everything()
-    wait_for(lambda: len(house.seen()["events"]) == 1, "everything is written")
-    return house
+def full_pair(pair: RegistryAndRedis) -> RegistryAndRedis:
+    pair.publish_everything()
+    wait_for(lambda: len(pair.seen()["events"]) == 1, "everything is written")
+    return pair
 
 
-def test_everything_published_can_be_read_as_plain_text(full_house: House) -> None:
-    client = full_house.client
+def test_everything_published_can_be_read_as_plain_text(full_pair: RegistryAndRedis) -> None:
+    client = full_pair.client
     assert client.hget(KEYS.run, "tokens_merged") == "1000000000000"
     assert client.zscore(KEYS.learners, "a") == 1_700_000_000.5
     assert client.hgetall(KEYS.learner("a")) == {"tokens_reported": str(2**40), "host": "house", "loss": "1.25"}
@@ -120,12 +120,12 @@ def test_everything_published_can_be_read_as_plain_text(full_house: House) -> No
     assert abs(float(event.pop("at")) - time.time()) < 60
     assert event == {"kind": "joined", "learner": "a", "incarnation": "3"}
     assert {client.type(key) for key in client.scan_iter()} == {"hash", "zset", "stream", "string"}
-    assert full_house.registry.healthy
-    assert full_house.lines == []
+    assert full_pair.registry.healthy
+    assert full_pair.lines == []
 
 
-def test_what_a_monitor_reads_is_what_was_published(full_house: House) -> None:
-    status = read_status(full_house.store.url, "run")
+def test_what_a_monitor_reads_is_what_was_published(full_pair: RegistryAndRedis) -> None:
+    status = read_status(full_pair.store.url, "run")
     assert status["run"]["step"] == 41
     assert status["epoch"] == 5
     assert status["learners"]["b"] == {
@@ -137,21 +137,21 @@ def test_what_a_monitor_reads_is_what_was_published(full_house: House) -> None:
     assert list(status["fragments"]) == [0, 1, 2]
     assert status["fragments"][1]["version"] == 8
     assert status["events"][0]["kind"] == "joined"
-    assert list_runs(full_house.store.url) == ["run"]
-    assert full_house.registry.stored_epoch() == 5
-    assert full_house.registry.stored_versions() == {0: 7, 1: 8, 2: 9}
-    assert read_status(full_house.store.url, "other")["learners"] == {}
+    assert list_runs(full_pair.store.url) == ["run"]
+    assert full_pair.registry.stored_epoch() == 5
+    assert full_pair.registry.stored_versions() == {0: 7, 1: 8, 2: 9}
+    assert read_status(full_pair.store.url, "other")["learners"] == {}
 
 
-def test_values_are_one_line_and_finite(house: House) -> None:
+def test_values_are_one_line_and_finite(pair: RegistryAndRedis) -> None:
     host = "x\ny\x1b[2J"
-    house.registry.publish_learner("a", 1.0, loss=float("nan"), host=host, step_seconds=None, live=True, at=Path("x y"))
-    wait_for(lambda: house.client.exists(KEYS.learner("a")), "the learner is written")
-    row = house.client.hgetall(KEYS.learner("a"))
+    pair.registry.publish_learner("a", 1.0, loss=float("nan"), host=host, step_seconds=None, live=True, at=Path("x y"))
+    wait_for(lambda: pair.client.exists(KEYS.learner("a")), "the learner is written")
+    row = pair.client.hgetall(KEYS.learner("a"))
     assert row == {"loss": "", "host": r"x\ny\x1b[2J", "step_seconds": "", "live": "1", "at": "x y"}
-    assert read_status(house.store.url, "run")["learners"]["a"]["loss"] is None
+    assert read_status(pair.store.url, "run")["learners"]["a"]["loss"] is None
     with pytest.raises(TypeError, match="not bytes"):
-        house.registry.publish_run(packed=b"\x00")
+        pair.registry.publish_run(packed=b"\x00")
 
 
 @pytest.mark.parametrize("name", ["a*", "a:b", "a\nb", "", "A", "../a", "a" * 41])
@@ -162,65 +162,65 @@ def test_no_name_reaches_another_key(name: str) -> None:
         RedisKeys(name)
 
 
-def test_two_runs_with_a_common_prefix_do_not_mix(house: House) -> None:
-    other = Registry(house.store.url, "run2", logger_into([]))
-    house.registry.publish_fragment(1, version=1)
+def test_two_runs_with_a_common_prefix_do_not_mix(pair: RegistryAndRedis) -> None:
+    other = Registry(pair.store.url, "run2", logger_into([]))
+    pair.registry.publish_fragment(1, version=1)
     other.publish_fragment(10, version=2)
     other.publish_run(step=2)
     other.write_epoch(9)
     other.close()
-    wait_for(lambda: house.registry.stored_versions() == {1: 1}, "the first run has its own fragment")
-    assert house.registry.stored_epoch() == 0
-    assert list_runs(house.store.url) == ["run2"]
+    wait_for(lambda: pair.registry.stored_versions() == {1: 1}, "the first run has its own fragment")
+    assert pair.registry.stored_epoch() == 0
+    assert list_runs(pair.store.url) == ["run2"]
 
 
-def test_a_forgotten_learner_is_gone_and_begins_anew(full_house: House) -> None:
-    full_house.registry.forget_learner("a")
-    wait_for(lambda: full_house.client.zrange(KEYS.learners, 0, -1) == ["b"], "the learner left the set")
-    assert not full_house.client.exists(KEYS.learner("a"))
-    full_house.registry.publish_learner("a", 3.0, host="new")
-    wait_for(lambda: full_house.client.hgetall(KEYS.learner("a")) == {"host": "new"}, "it begins anew")
-    assert not full_house.logged("registry_lost")
+def test_a_forgotten_learner_is_gone_and_begins_anew(full_pair: RegistryAndRedis) -> None:
+    full_pair.registry.forget_learner("a")
+    wait_for(lambda: full_pair.client.zrange(KEYS.learners, 0, -1) == ["b"], "the learner left the set")
+    assert not full_pair.client.exists(KEYS.learner("a"))
+    full_pair.registry.publish_learner("a", 3.0, host="new")
+    wait_for(lambda: full_pair.client.hgetall(KEYS.learner("a")) == {"host": "new"}, "it begins anew")
+    assert not full_pair.logged("registry_lost")
 
 
-def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_house: House) -> None:
-    before = full_house.seen()
-    full_house.client.flushall()
-    wait_for(lambda: full_house.seen() == before, "everything is written anew")
-    wait_for(lambda: "registry_lost" in full_house.kinds(), "the stream tells it too")
-    (line,) = full_house.logged("registry_lost")
+def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_pair: RegistryAndRedis) -> None:
+    before = full_pair.seen()
+    full_pair.client.flushall()
+    wait_for(lambda: full_pair.seen() == before, "everything is written anew")
+    wait_for(lambda: "registry_lost" in full_pair.kinds(), "the stream tells it too")
+    (line,) = full_pair.logged("registry_lost")
     assert line["level"] == "warning"
     assert "vanished" in line["reason"]
 
 
 @pytest.mark.parametrize("key", [KEYS.learners, KEYS.learner("b"), KEYS.fragments, KEYS.epoch, KEYS.events])
-def test_a_single_deleted_key_comes_back(full_house: House, key: str) -> None:
-    before = full_house.seen()
-    full_house.client.delete(key)
-    wait_for(lambda: full_house.seen() == before, f"{key} is written anew")
-    wait_for(lambda: len(full_house.logged("registry_lost")) == 1, "a warning names the key")
-    assert full_house.logged("registry_lost")[0]["reason"].endswith(key)
+def test_a_single_deleted_key_comes_back(full_pair: RegistryAndRedis, key: str) -> None:
+    before = full_pair.seen()
+    full_pair.client.delete(key)
+    wait_for(lambda: full_pair.seen() == before, f"{key} is written anew")
+    wait_for(lambda: len(full_pair.logged("registry_lost")) == 1, "a warning names the key")
+    assert full_pair.logged("registry_lost")[0]["reason"].endswith(key)
 
 
-def test_a_restarted_store_is_whole_again(full_house: House) -> None:
-    before = full_house.seen()
-    full_house.store.stop()
-    wait_for(lambda: not full_house.registry.healthy, "the outage is seen")
-    full_house.registry.event("lost", learner="b")
-    full_house.store.start()
+def test_a_restarted_store_is_whole_again(full_pair: RegistryAndRedis) -> None:
+    before = full_pair.seen()
+    full_pair.store.stop()
+    wait_for(lambda: not full_pair.registry.healthy, "the outage is seen")
+    full_pair.registry.event("lost", learner="b")
+    full_pair.store.start()
     before["events"].append("lost")
-    wait_for(lambda: full_house.seen() == before, "everything is back")
-    wait_for(lambda: full_house.registry.healthy, "it says so")
-    assert len(full_house.logged("registry_lost")) == 1
-    assert len(full_house.logged("registry_back")) == 1
-    full_house.store.stop()
-    full_house.store.start()
-    wait_for(lambda: full_house.seen() == before, "everything is back after an instant restart too")
+    wait_for(lambda: full_pair.seen() == before, "everything is back")
+    wait_for(lambda: full_pair.registry.healthy, "it says so")
+    assert len(full_pair.logged("registry_lost")) == 1
+    assert len(full_pair.logged("registry_back")) == 1
+    full_pair.store.stop()
+    full_pair.store.start()
+    wait_for(lambda: full_pair.seen() == before, "everything is back after an instant restart too")
 
 
-def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house: House) -> None:
-    registry = full_house.registry
-    full_house.freeze()
+def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_pair: RegistryAndRedis) -> None:
+    registry = full_pair.registry
+    full_pair.freeze()
     slowest = 0.0
     for number in range(10_000):
         started = time.thread_time()
@@ -229,59 +229,59 @@ def test_no_caller_waits_for_a_frozen_store_and_memory_stays_bounded(full_house:
         registry.publish_fragment(number % 3, version=100 + number)
         registry.event("merged", number=number)
         slowest = max(slowest, time.thread_time() - started)
-    wait_for(lambda: full_house.logged("registry_lost"), "the outage is told once")
+    wait_for(lambda: full_pair.logged("registry_lost"), "the outage is told once")
     assert slowest < 1, f"one round of updates took {slowest} s of this thread's own time"
     board = registry._pending
     assert len(board._events) + len(registry._writer._session._unsure) <= 2 * WAITING_EVENTS  # type: ignore[union-attr]
     assert len(board._state.rows) == 6
-    full_house.thaw()
-    wait_for(lambda: full_house.client.hget(KEYS.run, "step") == "9999", "the newest state arrives")
-    wait_for(lambda: "registry_back" in full_house.kinds(), "the events that found room arrive")
-    (line,) = full_house.logged("registry_back")
-    arrived = [row["number"] for _, row in full_house.client.xrange(KEYS.events) if "number" in row]
+    full_pair.thaw()
+    wait_for(lambda: full_pair.client.hget(KEYS.run, "step") == "9999", "the newest state arrives")
+    wait_for(lambda: "registry_back" in full_pair.kinds(), "the events that found room arrive")
+    (line,) = full_pair.logged("registry_back")
+    arrived = [row["number"] for _, row in full_pair.client.xrange(KEYS.events) if "number" in row]
     assert arrived[-1] == "9999"
     assert len(set(arrived)) == len(arrived)
     assert line["dropped_events"] == 10_000 - len(arrived)
-    assert len(full_house.logged("registry_lost")) == 1
+    assert len(full_pair.logged("registry_lost")) == 1
 
 
 @pytest.mark.parametrize("fragments", [1, 100], ids=["a write that is executed late", "a write that is cut off"])
-def test_after_a_frost_nothing_goes_back_and_no_event_comes_twice(house: House, fragments: int) -> None:
+def test_after_a_frost_nothing_goes_back_and_no_event_comes_twice(pair: RegistryAndRedis, fragments: int) -> None:
     steps: list[int] = []
     stop = threading.Event()
 
     def watch() -> None:
-        client: Any = redis.Redis.from_url(house.store.url, decode_responses=True, socket_timeout=60)
+        client: Any = redis.Redis.from_url(pair.store.url, decode_responses=True, socket_timeout=60)
         while not stop.wait(0.001):
             steps.append(int(client.hget(KEYS.run, "step") or 0))
         client.close()
 
     watcher = threading.Thread(target=watch, daemon=True)
-    house.registry.publish_run(step=1)
-    wait_for(lambda: house.registry.healthy, "the registry is connected")
+    pair.registry.publish_run(step=1)
+    wait_for(lambda: pair.registry.healthy, "the registry is connected")
     watcher.start()
-    house.freeze()
+    pair.freeze()
     for fragment in range(fragments):
-        house.registry.publish_fragment(fragment, version=1, padding="x" * 900)
-    house.registry.publish_run(step=2)
-    house.registry.event("merged")
-    wait_for(lambda: house.logged("registry_lost"), "the outage is seen")
-    house.registry.publish_run(step=3)
-    house.thaw()
-    wait_for(lambda: "registry_back" in house.kinds(), "the store is back")
+        pair.registry.publish_fragment(fragment, version=1, padding="x" * 900)
+    pair.registry.publish_run(step=2)
+    pair.registry.event("merged")
+    wait_for(lambda: pair.logged("registry_lost"), "the outage is seen")
+    pair.registry.publish_run(step=3)
+    pair.thaw()
+    wait_for(lambda: "registry_back" in pair.kinds(), "the store is back")
     wait_for(lambda: steps[-1] == 3, "the newest state is seen")
     stop.set()
     watcher.join(10)
     assert steps == sorted(steps)
-    assert house.kinds().count("merged") == 1
+    assert pair.kinds().count("merged") == 1
 
 
-def test_reading_from_a_frozen_store_ends(full_house: House) -> None:
-    full_house.freeze()
-    assert full_house.registry.stored_epoch() == 0
+def test_reading_from_a_frozen_store_ends(full_pair: RegistryAndRedis) -> None:
+    full_pair.freeze()
+    assert full_pair.registry.stored_epoch() == 0
     with pytest.raises(PeerLost, match="no Redis answers"):
-        read_status(full_house.store.url, "run")
-    assert len(full_house.logged("registry_unreadable")) == 1
+        read_status(full_pair.store.url, "run")
+    assert len(full_pair.logged("registry_unreadable")) == 1
 
 
 def test_a_store_that_comes_late_is_filled(tmp_path: Path) -> None:
@@ -299,55 +299,55 @@ def test_a_store_that_comes_late_is_filled(tmp_path: Path) -> None:
         assert read_status(store.url, "run")["events"][0]["kind"] == "seeded"
 
 
-def test_close_writes_what_is_left_and_gives_up_on_a_store_that_is_frozen(full_house: House) -> None:
-    full_house.registry.publish_run(state="finished")
-    full_house.registry.event("finished")
-    full_house.registry.close()
-    assert full_house.client.hget(KEYS.run, "state") == "finished"
-    assert full_house.kinds()[-1] == "finished"
-    other = Registry(full_house.store.url, "other", logger_into([]))
-    full_house.freeze()
+def test_close_writes_what_is_left_and_gives_up_on_a_store_that_is_frozen(full_pair: RegistryAndRedis) -> None:
+    full_pair.registry.publish_run(state="finished")
+    full_pair.registry.event("finished")
+    full_pair.registry.close()
+    assert full_pair.client.hget(KEYS.run, "state") == "finished"
+    assert full_pair.kinds()[-1] == "finished"
+    other = Registry(full_pair.store.url, "other", logger_into([]))
+    full_pair.freeze()
     other.publish_run(state="finished")
     other.close()
 
 
-def test_the_stream_is_capped(house: House) -> None:
-    house.client.xadd(KEYS.events, {"kind": "old"})
-    pipe = house.client.pipeline(transaction=False)
+def test_the_stream_is_capped(pair: RegistryAndRedis) -> None:
+    pair.client.xadd(KEYS.events, {"kind": "old"})
+    pipe = pair.client.pipeline(transaction=False)
     for _ in range(STREAM_EVENTS + 2_000):
         pipe.xadd(KEYS.events, {"kind": "old"})
     pipe.execute()
-    house.registry.event("joined", kind="?")
-    wait_for(lambda: house.client.xrevrange(KEYS.events, count=1)[0][1]["kind"] == "joined", "the event is written")
-    assert house.client.xlen(KEYS.events) < STREAM_EVENTS + 1_000
+    pair.registry.event("joined", kind="?")
+    wait_for(lambda: pair.client.xrevrange(KEYS.events, count=1)[0][1]["kind"] == "joined", "the event is written")
+    assert pair.client.xlen(KEYS.events) < STREAM_EVENTS + 1_000
 
 
-def test_a_key_of_another_type_is_told_and_the_rest_goes_on(full_house: House) -> None:
-    full_house.client.set(KEYS.run, "mine")
-    full_house.registry.publish_fragment(0, version=99)
-    wait_for(lambda: full_house.logged("registry_lost"), "the refusal is told")
-    assert f"redis-cli DEL {KEYS.run}" in full_house.logged("registry_lost")[0]["reason"]
-    wait_for(lambda: full_house.client.hget(KEYS.fragment(0), "version") == "99", "other keys are written")
-    full_house.client.delete(KEYS.run)
-    wait_for(lambda: full_house.registry.healthy, "it heals when the key is gone")
-    assert full_house.kinds().count("joined") == 1
+def test_a_key_of_another_type_is_told_and_the_rest_goes_on(full_pair: RegistryAndRedis) -> None:
+    full_pair.client.set(KEYS.run, "mine")
+    full_pair.registry.publish_fragment(0, version=99)
+    wait_for(lambda: full_pair.logged("registry_lost"), "the refusal is told")
+    assert f"redis-cli DEL {KEYS.run}" in full_pair.logged("registry_lost")[0]["reason"]
+    wait_for(lambda: full_pair.client.hget(KEYS.fragment(0), "version") == "99", "other keys are written")
+    full_pair.client.delete(KEYS.run)
+    wait_for(lambda: full_pair.registry.healthy, "it heals when the key is gone")
+    assert full_pair.kinds().count("joined") == 1
 
 
-def test_garbage_in_the_store_counts_as_nothing(house: House) -> None:
-    house.client.set(KEYS.epoch, b"\xff\xfe")
-    house.client.hset(KEYS.fragment(300), mapping={"version": "-3", "other": b"\xff"})
-    house.client.hset(KEYS.fragment(0), "version", "0")
-    house.client.hset(KEYS.fragment(1), "version", "12")
-    assert house.registry.stored_epoch() == 0
-    assert house.registry.stored_versions() == {0: 0, 1: 12}
+def test_garbage_in_the_store_counts_as_nothing(pair: RegistryAndRedis) -> None:
+    pair.client.set(KEYS.epoch, b"\xff\xfe")
+    pair.client.hset(KEYS.fragment(300), mapping={"version": "-3", "other": b"\xff"})
+    pair.client.hset(KEYS.fragment(0), "version", "0")
+    pair.client.hset(KEYS.fragment(1), "version", "12")
+    assert pair.registry.stored_epoch() == 0
+    assert pair.registry.stored_versions() == {0: 0, 1: 12}
 
 
-def test_nobody_can_drive_epochs_or_versions_through_the_store_to_where_no_message_can(house: House) -> None:
-    house.client.set(KEYS.epoch, str(2**53 - 1))
-    house.client.hset(KEYS.fragment(0), "version", str(2**53))
-    house.client.hset(KEYS.fragment(1), "version", "12")
-    assert house.registry.stored_epoch() == 0
-    assert house.registry.stored_versions() == {1: 12}
+def test_nobody_can_drive_epochs_or_versions_through_the_store_to_where_no_message_can(pair: RegistryAndRedis) -> None:
+    pair.client.set(KEYS.epoch, str(2**53 - 1))
+    pair.client.hset(KEYS.fragment(0), "version", str(2**53))
+    pair.client.hset(KEYS.fragment(1), "version", "12")
+    assert pair.registry.stored_epoch() == 0
+    assert pair.registry.stored_versions() == {1: 12}
 
 
 def test_without_a_url_every_method_does_nothing() -> None:
@@ -445,18 +445,18 @@ def test_a_wrong_password_is_called_authentication_and_not_shown(guarded: Embedd
         assert quote(SECRET, safe="") not in text
 
 
-def test_a_password_that_nobody_asked_for_is_called_authentication(full_house: House) -> None:
+def test_a_password_that_nobody_asked_for_is_called_authentication(full_pair: RegistryAndRedis) -> None:
     with pytest.raises(SettingError, match="authentication failed"):
-        check_connection(full_house.store.url.replace("//", "//:p@"))
+        check_connection(full_pair.store.url.replace("//", "//:p@"))
 
 
-def test_a_database_that_does_not_exist_is_named(full_house: House) -> None:
+def test_a_database_that_does_not_exist_is_named(full_pair: RegistryAndRedis) -> None:
     with pytest.raises(SettingError, match="database number"):
-        check_connection(full_house.store.url.replace("/0", "/999"))
+        check_connection(full_pair.store.url.replace("/0", "/999"))
 
 
-def test_tls_works_with_the_authority_and_fails_cleanly_without(full_house: House, tmp_path: Path) -> None:
-    with TlsFront(tmp_path, behind=full_house.store.port) as front:
+def test_tls_works_with_the_authority_and_fails_cleanly_without(full_pair: RegistryAndRedis, tmp_path: Path) -> None:
+    with TlsFront(tmp_path, behind=full_pair.store.port) as front:
         url = f"rediss://localhost:{front.port}/0"
         trusted = f"{url}?ssl_ca_certs={quote(str(front.certificate))}"
         check_connection(trusted)
@@ -468,7 +468,7 @@ def test_tls_works_with_the_authority_and_fails_cleanly_without(full_house: Hous
         with pytest.raises(PeerLost):
             check_connection(f"redis://localhost:{front.port}/0")
     with pytest.raises(PeerLost, match="with TLS"):
-        check_connection(f"rediss://127.0.0.1:{full_house.store.port}/0")
+        check_connection(f"rediss://127.0.0.1:{full_pair.store.port}/0")
 
 
 @pytest.mark.parametrize(
@@ -607,17 +607,17 @@ def test_a_cluster_is_refused_in_one_sentence_whether_or_not_it_serves_its_keys(
         assert list(Path().iterdir()) == [], "before anything is written"
 
 
-def test_a_replica_is_refused_and_a_full_store_is_no_setting_error(house: House) -> None:
-    house.client.config_set("maxmemory", 1)
+def test_a_replica_is_refused_and_a_full_store_is_no_setting_error(pair: RegistryAndRedis) -> None:
+    pair.client.config_set("maxmemory", 1)
     with pytest.raises(DilocoError, match=r"refuses: .*maxmemory") as caught:
-        check_redis(house.store.url, "run")
+        check_redis(pair.store.url, "run")
     assert not isinstance(caught.value, SettingError)
-    house.client.config_set("maxmemory", 0)
-    house.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    pair.client.config_set("maxmemory", 0)
+    pair.client.execute_command("REPLICAOF", "127.0.0.1", "1")
     with pytest.raises(SettingError, match="is a replica, which takes no writes"):
-        check_redis(house.store.url, "run")
-    house.client.execute_command("REPLICAOF", "NO", "ONE")
-    check_redis(house.store.url, "run")
+        check_redis(pair.store.url, "run")
+    pair.client.execute_command("REPLICAOF", "NO", "ONE")
+    check_redis(pair.store.url, "run")
 
 
 @pytest.mark.parametrize(
@@ -626,11 +626,11 @@ def test_a_replica_is_refused_and_a_full_store_is_no_setting_error(house: House)
      (10**9, "volatile-ttl", False), (10**9, "noeviction", False)],
 )  # fmt: skip
 def test_an_eviction_policy_that_may_throw_the_run_away_is_said(
-    house: House, limit: int, policy: str, *, warned: bool
+    pair: RegistryAndRedis, limit: int, policy: str, *, warned: bool
 ) -> None:
-    house.client.config_set("maxmemory", limit)
-    house.client.config_set("maxmemory-policy", policy)
-    said = redis_advice(house.store.url)
+    pair.client.config_set("maxmemory", limit)
+    pair.client.config_set("maxmemory-policy", policy)
+    said = redis_advice(pair.store.url)
     assert len(said) == warned
     assert all(f"1,000,000,000 bytes (maxmemory-policy {policy})" in sentence for sentence in said)
 
@@ -650,13 +650,13 @@ def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: Embe
     assert redis_advice("redis://127.0.0.1/0?password_file=/nowhere") == []
 
 
-def test_a_full_store_is_told(house: House) -> None:
-    house.client.config_set("maxmemory", 1)
-    house.registry.publish_run(step=1)
-    wait_for(lambda: house.logged("registry_lost"), "the refusal is told")
-    assert "refuses" in house.logged("registry_lost")[0]["reason"]
-    house.client.config_set("maxmemory", 0)
-    wait_for(lambda: house.registry.healthy, "it heals")
+def test_a_full_store_is_told(pair: RegistryAndRedis) -> None:
+    pair.client.config_set("maxmemory", 1)
+    pair.registry.publish_run(step=1)
+    wait_for(lambda: pair.logged("registry_lost"), "the refusal is told")
+    assert "refuses" in pair.logged("registry_lost")[0]["reason"]
+    pair.client.config_set("maxmemory", 0)
+    wait_for(lambda: pair.registry.healthy, "it heals")
 
 
 def test_importing_the_registry_loads_no_torch() -> None:

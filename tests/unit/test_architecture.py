@@ -1,4 +1,4 @@
-"""How the house is built: what imports what, what the package lists, and how tests wait."""
+"""Architecture: what imports what, what the package lists, and how tests wait."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ BEAT = Beat(run="run", epoch=1, state="running", t=1, steps=2, step_seconds=0, s
 PLANES = ("control", "bulk")
 
 
-class House:
+class BrokerClients:
     """A broker in this process with a sender and a receiver of everything on each plane."""
 
     def __init__(self, broker: Broker, address: Address, made: Context) -> None:
@@ -84,30 +84,30 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
+def clients() -> Iterator[BrokerClients]:
     with broker_here() as (broker, address), context() as made:
-        built = House(broker, address, made)
+        built = BrokerClients(broker, address, made)
         yield built
 
 
 # --- what passes -----------------------------------------------------------------------------------------------------
-def test_frames_pass_unchanged_on_their_plane_and_are_counted(house: House) -> None:
-    before = house.broker.counters()
+def test_frames_pass_unchanged_on_their_plane_and_are_counted(clients: BrokerClients) -> None:
+    before = clients.broker.counters()
     frames = encode(update(payload=bytes(range(256)) * 4096))
-    house.send_raw("bulk", *map(bytes, frames))
-    wait_for(lambda: house.down["bulk"].socket.poll(50), "it arrives")
-    assert house.down["bulk"].socket.recv_multipart() == [bytes(frame) for frame in frames]
-    after = house.broker.counters()
+    clients.send_raw("bulk", *map(bytes, frames))
+    wait_for(lambda: clients.down["bulk"].socket.poll(50), "it arrives")
+    assert clients.down["bulk"].socket.recv_multipart() == [bytes(frame) for frame in frames]
+    after = clients.broker.counters()
     assert after["bulk"]["messages"] - before["bulk"]["messages"] == 1
     assert after["bulk"]["bytes"] - before["bulk"]["bytes"] == sum(len(frame) for frame in frames)
     assert after["control"] == before["control"], "the planes have nothing in common"
     assert after["bulk"]["subscriptions"] == 1
 
 
-def test_everybody_who_wants_a_message_gets_it_and_several_senders_share_a_plane(house: House) -> None:
+def test_everybody_who_wants_a_message_gets_it_and_several_senders_share_a_plane(clients: BrokerClients) -> None:
     with context() as made:
-        others = [downlink(made, house.address.control_out, prefix("run", "fetch")) for _ in range(3)]
-        senders = [uplink(made, house.address.control_in) for _ in range(3)]
+        others = [downlink(made, clients.address.control_out, prefix("run", "fetch")) for _ in range(3)]
+        senders = [uplink(made, clients.address.control_in) for _ in range(3)]
         fetch = Fetch(run="run", name="a", incarnation=1, epoch=1, what="update", fragment=1, version=1, chunks=())
         for other in others:
             meet(senders[0], other, replace(fetch, name="trial"))
@@ -156,16 +156,16 @@ DROPPED: dict[str, tuple[str, str, list[bytes]]] = {
 
 @pytest.mark.parametrize(("plane", "reason", "frames"), DROPPED.values(), ids=DROPPED)
 def test_what_is_no_message_is_dropped_counted_and_changes_nothing(
-    house: House, plane: str, reason: str, frames: list[bytes]
+    clients: BrokerClients, plane: str, reason: str, frames: list[bytes]
 ) -> None:
-    house.send_raw(plane, *frames)
-    house.works()
-    assert house.dropped(plane) == {reason: 1}
+    clients.send_raw(plane, *frames)
+    clients.works()
+    assert clients.dropped(plane) == {reason: 1}
 
 
-def test_a_frame_above_the_largest_message_is_refused_and_the_broker_goes_on(house: House) -> None:
+def test_a_frame_above_the_largest_message_is_refused_and_the_broker_goes_on(clients: BrokerClients) -> None:
     with context() as made:
-        for endpoint in (house.address.control_in, house.address.bulk_in):
+        for endpoint in (clients.address.control_in, clients.address.bulk_in):
             hostile = made.socket(zmq.XPUB)
             hostile.setsockopt(zmq.XPUB_VERBOSE, 1)
             hostile.connect(endpoint)
@@ -174,23 +174,23 @@ def test_a_frame_above_the_largest_message_is_refused_and_the_broker_goes_on(hou
             hostile.send_multipart([UPDATE[0], UPDATE[1], bytes(MESSAGE_BYTES + 1)])
             assert hostile.poll(30_000), "the connection is cut, and made anew"
             hostile.close(0)
-        house.works()
-        assert not house.dropped("bulk")
+        clients.works()
+        assert not clients.dropped("bulk")
 
 
-def test_a_receiver_that_sends_other_things_than_subscriptions_changes_nothing_for_others(house: House) -> None:
-    subscriptions = house.broker.counters()["bulk"]["subscriptions"]
+def test_a_receiver_that_sends_other_things_than_subscriptions_changes_nothing_for_others(clients: BrokerClients) -> None:
+    subscriptions = clients.broker.counters()["bulk"]["subscriptions"]
     with context() as made:
         strange, endless = made.socket(zmq.XSUB), made.socket(zmq.XSUB)
         for peer in (strange, endless):
-            peer.connect(house.address.bulk_out)
+            peer.connect(clients.address.bulk_out)
         endless.send(b"\x01" + b"x" * 2000)  # no topic is so long: its connection is cut each time
         for frame in (b"\x02not a subscription", b"", b"\x00never subscribed", b"\x01run/fragment/"):
             strange.send(frame)
-        wait_for(lambda: house.up["bulk"].send(update()) and strange.poll(50), "the strange one is served all the same")
-    wait_for(lambda: not take_all(house.down["bulk"]) and not house.down["bulk"].socket.poll(50), "updates are through")
-    house.works()
-    wait_for(lambda: house.broker.counters()["bulk"]["subscriptions"] == subscriptions, "who leaves is not counted")
+        wait_for(lambda: clients.up["bulk"].send(update()) and strange.poll(50), "the strange one is served all the same")
+    wait_for(lambda: not take_all(clients.down["bulk"]) and not clients.down["bulk"].socket.poll(50), "updates are through")
+    clients.works()
+    wait_for(lambda: clients.broker.counters()["bulk"]["subscriptions"] == subscriptions, "who leaves is not counted")
 
 
 RAW: dict[str, bytes] = {
@@ -206,20 +206,20 @@ RAW: dict[str, bytes] = {
 }
 
 
-def test_raw_bytes_to_any_port_are_survived_and_half_open_connections_too(house: House) -> None:
+def test_raw_bytes_to_any_port_are_survived_and_half_open_connections_too(clients: BrokerClients) -> None:
     kept = []
-    for endpoint in range(house.address.port, house.address.port + 4):
+    for endpoint in range(clients.address.port, clients.address.port + 4):
         for octets in RAW.values():
-            peer = network.create_connection((house.address.host, endpoint), timeout=30)
+            peer = network.create_connection((clients.address.host, endpoint), timeout=30)
             kept.append(peer)
             try:
                 peer.sendall(octets)
             except OSError:
                 continue  # cut off already: as good an answer as silence
-    house.works()
+    clients.works()
     for peer in kept:
         peer.close()
-    house.works()
+    clients.works()
 
 
 def test_a_flood_of_bad_messages_is_told_in_one_line_a_second(capfd: pytest.CaptureFixture[str]) -> None:
@@ -358,10 +358,10 @@ def test_a_taken_port_is_named_and_the_other_three_are_given_back(offset: int) -
         network.create_server(("127.0.0.1", each)).close()
 
 
-def test_a_second_broker_on_the_same_ports_is_refused_and_the_first_goes_on(house: House) -> None:
+def test_a_second_broker_on_the_same_ports_is_refused_and_the_first_goes_on(clients: BrokerClients) -> None:
     with pytest.raises(SettingError, match="taken"):
-        Broker(BrokerConfig(port=house.address.port)).start()
-    house.works()
+        Broker(BrokerConfig(port=clients.address.port)).start()
+    clients.works()
 
 
 def test_a_host_that_is_not_ours_is_refused_in_one_sentence() -> None:
@@ -428,10 +428,10 @@ def test_half_a_broker_is_none_a_plane_that_fails_ends_it_with_its_reason() -> N
     broker.stop()
 
 
-def test_the_largest_update_passes(house: House) -> None:
+def test_the_largest_update_passes(clients: BrokerClients) -> None:
     message = update(payload=bytes(2**20), contributors=tuple((f"node-{i}", 2**53, 2**53, 2**53) for i in range(1000)))
-    assert house.up["bulk"].send(message)
-    arrived = next_of(house.down["bulk"])
+    assert clients.up["bulk"].send(message)
+    arrived = next_of(clients.down["bulk"])
     assert isinstance(arrived, Update)
     assert arrived.contributors == message.contributors
 

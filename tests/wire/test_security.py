@@ -113,7 +113,7 @@ HOLDERS: dict[str, tuple[Role, str, str]] = {
 }
 
 
-class House(Peers):
+class KeyedBroker(Peers):
     """A broker with keys in this process, and its clients."""
 
     def __init__(self, directory: Path, made: Context) -> None:
@@ -160,9 +160,9 @@ def read(socket: Socket) -> list[list[bytes]]:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def keyed(tmp_path: Path) -> Iterator[KeyedBroker]:
     with context() as made:
-        built = House(tmp_path / "keys", made)
+        built = KeyedBroker(tmp_path / "keys", made)
         try:
             yield built
         finally:
@@ -192,10 +192,10 @@ def alive(name: str) -> Alive:
     )  # fmt: skip
 
 
-def test_what_somebody_called_ping_says_is_no_ping(house: House) -> None:
-    key = new_key(house.directory, role="learner", run="run", name="ping")
-    pass_on(house.sender(key), house.receiver("syncer", CONTROL, b"run/alive/"), alive("ping"))
-    plane = house.broker._planes[0]
+def test_what_somebody_called_ping_says_is_no_ping(keyed: KeyedBroker) -> None:
+    key = new_key(keyed.directory, role="learner", run="run", name="ping")
+    pass_on(keyed.sender(key), keyed.receiver("syncer", CONTROL, b"run/alive/"), alive("ping"))
+    plane = keyed.broker._planes[0]
     assert isinstance(plane, authorized_forwarder.AuthorizedForwarder)
     assert plane._pings == 0
 
@@ -229,57 +229,57 @@ FORGED: dict[str, tuple[str, int, Message]] = {
 }
 
 
-def everything(house: House, plane: int) -> list[Socket]:
+def everything(keyed: KeyedBroker, plane: int) -> list[Socket]:
     """Receivers who, together, hear all that anybody may hear on a plane."""
     found = []
-    for name in house.keys:
-        key = house.keys[name]
+    for name in keyed.keys:
+        key = keyed.keys[name]
         heard = (
             ["call", "fragment", "keyframe"] if key.role != "syncer" else ["hello", "alive", "fetch", "delta", "seed"]
         )
         prefixes = [f"_/beat/{key.run}/", *(f"{key.run}/{kind}/" for kind in heard)]
         prefixes += [f"{key.run}/ping/{key.name}/"]
         prefixes += [f"{key.run}/welcome/{key.name}/"] if key.role != "syncer" else []
-        found.append(house.receiver(key, plane, *(prefix.encode() for prefix in prefixes)))
-    wait_for(lambda: house.broker.counters()[PLANE[plane]]["subscriptions"] >= 26, "all are subscribed")
+        found.append(keyed.receiver(key, plane, *(prefix.encode() for prefix in prefixes)))
+    wait_for(lambda: keyed.broker.counters()[PLANE[plane]]["subscriptions"] >= 26, "all are subscribed")
     return found
 
 
 @pytest.mark.parametrize(("who", "plane", "message"), FORGED.values(), ids=FORGED)
 def test_what_a_key_may_not_say_reaches_nobody_and_is_counted(
-    house: House, who: str, plane: int, message: Message, capfd: pytest.CaptureFixture[str]
+    keyed: KeyedBroker, who: str, plane: int, message: Message, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    receivers, up = everything(house, plane), house.sender(who, plane)
+    receivers, up = everything(keyed, plane), keyed.sender(who, plane)
     up.send_multipart(frames(message))
-    wait_for(lambda: house.dropped(plane) == {"denied": 1}, "it is refused")
+    wait_for(lambda: keyed.dropped(plane) == {"denied": 1}, "it is refused")
     for receiver in receivers:
         assert not receiver.poll(20)
-    house.works(plane)
+    keyed.works(plane)
     told = wait_for(lambda: capfd.readouterr().err, "it is told")
-    key = house.keys[who]
+    key = keyed.keys[who]
     assert f"{key.role} {key.name} of {key.run}" in told, "whose key it was is told"
 
 
-def test_what_keys_are_for_passes(house: House) -> None:
+def test_what_keys_are_for_passes(keyed: KeyedBroker) -> None:
     syncer = {
-        plane: house.receiver("syncer", plane, *(f"run/{kind}/".encode() for kind in ("hello", "alive", "delta")))
+        plane: keyed.receiver("syncer", plane, *(f"run/{kind}/".encode() for kind in ("hello", "alive", "delta")))
         for plane in (CONTROL, BULK)
     }
     for who, name in (("bob", "bob"), ("bob", "bob-7"), ("eve", "eve-a-b")):
-        pass_on(house.sender(who), syncer[CONTROL], hello(name))
-        pass_on(house.sender(who), syncer[CONTROL], alive(name))
-        pass_on(house.sender(who, BULK), syncer[BULK], delta(name=name))
-    pass_on(house.sender("owl"), syncer[CONTROL], hello("owl-2", role="observer"))
+        pass_on(keyed.sender(who), syncer[CONTROL], hello(name))
+        pass_on(keyed.sender(who), syncer[CONTROL], alive(name))
+        pass_on(keyed.sender(who, BULK), syncer[BULK], delta(name=name))
+    pass_on(keyed.sender("owl"), syncer[CONTROL], hello("owl-2", role="observer"))
     for listener in ("bob", "owl"):
-        down = house.receiver(listener, CONTROL, b"run/call/", f"run/welcome/{listener}-2/".encode())
-        pass_on(house.sender("syncer"), down, CALL)
-        pass_on(house.sender("syncer"), down, welcome(f"{listener}-2"))
-        pass_on(house.sender("syncer", BULK), house.receiver(listener, BULK, b"run/fragment/"), update())
+        down = keyed.receiver(listener, CONTROL, b"run/call/", f"run/welcome/{listener}-2/".encode())
+        pass_on(keyed.sender("syncer"), down, CALL)
+        pass_on(keyed.sender("syncer"), down, welcome(f"{listener}-2"))
+        pass_on(keyed.sender("syncer", BULK), keyed.receiver(listener, BULK, b"run/fragment/"), update())
     for who in ("syncer", "bob", "owl"):
-        ping = Ping(run="run", name=house.keys[who].name, nonce=7)
+        ping = Ping(run="run", name=keyed.keys[who].name, nonce=7)
         for plane in (CONTROL, BULK):
-            pass_on(house.sender(who, plane), house.receiver(who, plane, ping.topic()), ping)
-    assert house.dropped(CONTROL) == house.dropped(BULK) == {}
+            pass_on(keyed.sender(who, plane), keyed.receiver(who, plane, ping.topic()), ping)
+    assert keyed.dropped(CONTROL) == keyed.dropped(BULK) == {}
 
 
 # --- subscriptions ---------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ SPIED: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("plane", [CONTROL, BULK])
 @pytest.mark.parametrize(("who", "prefix"), SPIED.values(), ids=SPIED)
-def test_what_a_key_may_not_hear_it_does_not_hear(house: House, who: str, prefix: bytes, plane: int) -> None:
-    spy = house.receiver(who, plane, prefix)
-    wait_for(lambda: house.dropped(plane) == {"subscription": 1}, "it is refused")
-    down = house.receiver(
+def test_what_a_key_may_not_hear_it_does_not_hear(keyed: KeyedBroker, who: str, prefix: bytes, plane: int) -> None:
+    spy = keyed.receiver(who, plane, prefix)
+    wait_for(lambda: keyed.dropped(plane) == {"subscription": 1}, "it is refused")
+    down = keyed.receiver(
         "bob", plane, b"run/call/", b"run/fragment/", b"run/welcome/bob/", b"run/ping/bob/", b"_/beat/run/"
     )
-    hears = house.receiver("syncer", plane, b"run/hello/", b"run/delta/")
-    syncer, learner = house.sender("syncer", plane), house.sender("bob", plane)
+    hears = keyed.receiver("syncer", plane, b"run/hello/", b"run/delta/")
+    syncer, learner = keyed.sender("syncer", plane), keyed.sender("bob", plane)
     pass_on(syncer, down, BEAT)
     pass_on(learner, down, Ping(run="run", name="bob", nonce=1))
     if plane == CONTROL:
@@ -325,50 +325,50 @@ def test_what_a_key_may_not_hear_it_does_not_hear(house: House, who: str, prefix
 
 
 def test_a_refused_subscription_that_is_taken_back_or_whose_connection_closes_takes_nobody_s_along(
-    house: House,
+    keyed: KeyedBroker,
 ) -> None:
-    hears = house.receiver("syncer", BULK, b"run/delta/")
-    spy, other = (house.receiver("eve", BULK, b"run/delta/") for _ in range(2))
-    wait_for(lambda: house.dropped(BULK) == {"subscription": 2}, "both are refused")
+    hears = keyed.receiver("syncer", BULK, b"run/delta/")
+    spy, other = (keyed.receiver("eve", BULK, b"run/delta/") for _ in range(2))
+    wait_for(lambda: keyed.dropped(BULK) == {"subscription": 2}, "both are refused")
     spy.unsubscribe(b"run/delta/")
     other.close()
-    pass_on(house.sender("bob", BULK), hears, delta(name="bob"))
-    assert house.broker.counters()["bulk"]["subscriptions"] == 1
+    pass_on(keyed.sender("bob", BULK), hears, delta(name="bob"))
+    assert keyed.broker.counters()["bulk"]["subscriptions"] == 1
 
 
 def test_beyond_so_many_subscriptions_a_key_gets_no_more_and_the_others_do(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acl, "SUBSCRIPTIONS", 500)
-    greedy = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(500 + 20)))
-    wait_for(lambda: house.dropped(BULK) == {"subscription": 20}, "the last ones are refused")
-    assert house.broker.counters()["bulk"]["subscriptions"] == 500
-    up, down = house.sender("syncer", BULK), house.receiver("eve", BULK, b"run/fragment/")
+    greedy = keyed.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(500 + 20)))
+    wait_for(lambda: keyed.dropped(BULK) == {"subscription": 20}, "the last ones are refused")
+    assert keyed.broker.counters()["bulk"]["subscriptions"] == 500
+    up, down = keyed.sender("syncer", BULK), keyed.receiver("eve", BULK, b"run/fragment/")
     pass_on(up, down, update())
     assert read(greedy), "what it has it keeps"
     greedy.close()
-    wait_for(lambda: house.broker.counters()["bulk"]["subscriptions"] == 1, "those of connections that closed are gone")
-    house.receiver("bob", BULK, b"run/fragment/")
-    wait_for(lambda: house.dropped(BULK) == {"subscription": 21}, "and count all the same")
+    wait_for(lambda: keyed.broker.counters()["bulk"]["subscriptions"] == 1, "those of connections that closed are gone")
+    keyed.receiver("bob", BULK, b"run/fragment/")
+    wait_for(lambda: keyed.dropped(BULK) == {"subscription": 21}, "and count all the same")
 
 
 def test_a_key_that_got_all_its_subscriptions_in_a_long_time_gets_new_ones_when_all_connect_anew(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acl, "SUBSCRIPTIONS", 50)
     monkeypatch.setattr(authorized_forwarder, "SUBSCRIPTIONS_SECONDS", 0)
     for _ in range(3):
-        leaving = house.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(40)))
-        house.works(BULK)
+        leaving = keyed.receiver("bob", BULK, *(b"run/fragment/%d/" % i for i in range(40)))
+        keyed.works(BULK)
         leaving.close()
-    assert house.dropped(BULK) == {}
+    assert keyed.dropped(BULK) == {}
 
 
-def test_who_keeps_asking_for_what_he_may_not_hear_is_barred_and_the_others_go_on(house: House) -> None:
-    greedy = house.receiver("bob", CONTROL, *(b"run/delta/%d/" % i for i in range(REFUSALS)))
-    assert barred(house, house.keys["bob"])
+def test_who_keeps_asking_for_what_he_may_not_hear_is_barred_and_the_others_go_on(keyed: KeyedBroker) -> None:
+    greedy = keyed.receiver("bob", CONTROL, *(b"run/delta/%d/" % i for i in range(REFUSALS)))
+    assert barred(keyed, keyed.keys["bob"])
     greedy.close()
-    up, down = house.sender("syncer"), house.receiver("eve", CONTROL, b"_/beat/run/")
+    up, down = keyed.sender("syncer"), keyed.receiver("eve", CONTROL, b"_/beat/run/")
     pass_on(up, down, BEAT)
 
 
@@ -409,28 +409,28 @@ def test_a_key_that_is_barred_is_told_once_and_connections_are_cut_once(
 
 
 @pytest.mark.parametrize("frame", ODD.values(), ids=ODD)
-def test_who_sends_what_is_no_subscription_is_barred_and_gets_nobody_else_s(house: House, frame: bytes) -> None:
+def test_who_sends_what_is_no_subscription_is_barred_and_gets_nobody_else_s(keyed: KeyedBroker, frame: bytes) -> None:
     """libzmq would give subscriptions that come after such a frame to the wrong peer."""
-    listener = house.receiver("eve", BULK, b"run/fragment/")
-    spies = [house.connect(zmq.XSUB, BULK + 1, house.keys["bob"]) for _ in range(3)]
+    listener = keyed.receiver("eve", BULK, b"run/fragment/")
+    spies = [keyed.connect(zmq.XSUB, BULK + 1, keyed.keys["bob"]) for _ in range(3)]
     for spy in spies:
         for _ in range(3):
             spy.send(frame)
             spy.send(b"\x01run/call/")
-    syncer = [house.receiver("syncer", BULK, b"run/delta/") for _ in range(3)]
-    assert barred(house, house.keys["bob"])
-    up = house.sender("eve", BULK)
+    syncer = [keyed.receiver("syncer", BULK, b"run/delta/") for _ in range(3)]
+    assert barred(keyed, keyed.keys["bob"])
+    up = keyed.sender("eve", BULK)
     for each in syncer:
         pass_on(up, each, delta(name="eve"))
-    pass_on(house.sender("syncer", BULK), listener, update())
+    pass_on(keyed.sender("syncer", BULK), listener, update())
     for spy in spies:
         assert not [message for message in read(spy) if message[0].startswith(b"run/delta/")]
 
 
-def barred(house: Peers, key: Key) -> bool:
+def barred(keyed: Peers, key: Key) -> bool:
     """Who comes with this key is refused in the handshake, soon."""
-    socket = house.connect(zmq.SUB, 1, key)
-    wait_for(lambda: house.watch[socket].seen(zmq.EVENT_HANDSHAKE_FAILED_AUTH), "the key is refused")
+    socket = keyed.connect(zmq.SUB, 1, key)
+    wait_for(lambda: keyed.watch[socket].seen(zmq.EVENT_HANDSHAKE_FAILED_AUTH), "the key is refused")
     socket.close()
     return True
 
@@ -444,44 +444,44 @@ def made_up() -> dict[str, str]:
 STRANGERS = ["without a key", "with a key of his own", "with the wrong key of the broker", "with another's public half"]
 
 
-def stranger(house: House, which: str, kind: int, port: int) -> Socket:
-    key = house.keys["bob"]
+def stranger(keyed: KeyedBroker, which: str, kind: int, port: int) -> Socket:
+    key = keyed.keys["bob"]
     if which == "without a key":
-        return house.connect(kind, port, None)
+        return keyed.connect(kind, port, None)
     if which == "with a key of his own":
-        return house.connect(kind, port, key, **made_up())
+        return keyed.connect(kind, port, key, **made_up())
     if which == "with the wrong key of the broker":
-        return house.connect(kind, port, key, broker=made_up()["public"])
-    return house.connect(kind, port, key, secret=made_up()["secret"])
+        return keyed.connect(kind, port, key, broker=made_up()["public"])
+    return keyed.connect(kind, port, key, secret=made_up()["secret"])
 
 
 @pytest.mark.parametrize("which", STRANGERS)
-def test_a_stranger_says_and_hears_nothing(house: House, which: str) -> None:
-    sockets = [stranger(house, which, kind, port) for port, kind in enumerate((zmq.XPUB, zmq.SUB, zmq.XPUB, zmq.SUB))]
+def test_a_stranger_says_and_hears_nothing(keyed: KeyedBroker, which: str) -> None:
+    sockets = [stranger(keyed, which, kind, port) for port, kind in enumerate((zmq.XPUB, zmq.SUB, zmq.XPUB, zmq.SUB))]
     for down in sockets[1::2]:
         down.subscribe(b"")
-    wait_for(lambda: all(house.watch[socket].seen() for socket in sockets), "he is cut off")
-    house.works(CONTROL)
-    house.works(BULK)
+    wait_for(lambda: all(keyed.watch[socket].seen() for socket in sockets), "he is cut off")
+    keyed.works(CONTROL)
+    keyed.works(BULK)
     for socket in sockets:
         assert read(socket) == [], "neither the broker's greeting nor a message"
     for plane in (CONTROL, BULK):
-        assert house.dropped(plane) == {}
-        assert house.broker.counters()[PLANE[plane]]["subscriptions"] <= 1
+        assert keyed.dropped(plane) == {}
+        assert keyed.broker.counters()[PLANE[plane]]["subscriptions"] <= 1
 
 
-def test_a_stranger_s_connections_leave_nothing_behind(house: House) -> None:
-    house.works()
-    fresh = [network.create_connection((house.address.host, house.address.port + i % 4)) for i in range(100)]
+def test_a_stranger_s_connections_leave_nothing_behind(keyed: KeyedBroker) -> None:
+    keyed.works()
+    fresh = [network.create_connection((keyed.address.host, keyed.address.port + i % 4)) for i in range(100)]
     for peer in fresh:
         peer.close()
-    wait_for(lambda: descriptors(house.address.port) <= 8, "connections that closed are gone")
-    sockets = [stranger(house, which, zmq.SUB, 1) for which in STRANGERS for _ in range(25)]
-    wait_for(lambda: all(house.watch[socket].seen() for socket in sockets), "each is cut off")
+    wait_for(lambda: descriptors(keyed.address.port) <= 8, "connections that closed are gone")
+    sockets = [stranger(keyed, which, zmq.SUB, 1) for which in STRANGERS for _ in range(25)]
+    wait_for(lambda: all(keyed.watch[socket].seen() for socket in sockets), "each is cut off")
     for socket in sockets:
         socket.close()
-    wait_for(lambda: descriptors(house.address.port) <= 8, "connections that closed are gone")
-    house.works()
+    wait_for(lambda: descriptors(keyed.address.port) <= 8, "connections that closed are gone")
+    keyed.works()
 
 
 def descriptors(port: int) -> int:
@@ -501,14 +501,14 @@ def descriptors(port: int) -> int:
 
 
 # --- large ones ------------------------------------------------------------------------------------------------------
-def test_a_key_holder_s_oversized_messages_reach_nobody(house: House) -> None:
-    up, down = house.sender("bob", BULK), house.receiver("syncer", BULK, b"run/delta/")
+def test_a_key_holder_s_oversized_messages_reach_nobody(keyed: KeyedBroker) -> None:
+    up, down = keyed.sender("bob", BULK), keyed.receiver("syncer", BULK, b"run/delta/")
     pass_on(up, down, delta(name="bob"))
     topic, header, _ = frames(delta(name="bob"))
     up.send_multipart([topic, header, bytes(MESSAGE_BYTES - 50)])
     up.send_multipart([topic, header, b"", b""])
     up.send_multipart([topic])
-    wait_for(lambda: house.dropped(BULK) == {"size": 1, "frames": 2}, "they are refused")
+    wait_for(lambda: keyed.dropped(BULK) == {"size": 1, "frames": 2}, "they are refused")
     up.send_multipart([topic, header, bytes(MESSAGE_BYTES + 1)])
     wait_for(lambda: up.poll(50) and up.recv(), "a frame above the largest cuts the connection, and it is made anew")
     assert read(down) == []
@@ -516,18 +516,18 @@ def test_a_key_holder_s_oversized_messages_reach_nobody(house: House) -> None:
 
 
 # --- keys come and go ------------------------------------------------------------------------------------------------
-def test_a_revoked_key_neither_says_nor_hears_anything_more_and_the_others_do(house: House) -> None:
-    bob_up, bob_down = house.sender("bob"), house.receiver("bob", CONTROL, b"_/beat/run/")
-    eve_up, eve_down = house.sender("eve"), house.receiver("eve", CONTROL, b"_/beat/run/")
-    up, down = house.sender("syncer"), house.receiver("syncer", CONTROL, b"run/alive/")
+def test_a_revoked_key_neither_says_nor_hears_anything_more_and_the_others_do(keyed: KeyedBroker) -> None:
+    bob_up, bob_down = keyed.sender("bob"), keyed.receiver("bob", CONTROL, b"_/beat/run/")
+    eve_up, eve_down = keyed.sender("eve"), keyed.receiver("eve", CONTROL, b"_/beat/run/")
+    up, down = keyed.sender("syncer"), keyed.receiver("syncer", CONTROL, b"run/alive/")
     pass_on(up, bob_down, BEAT)
     pass_on(up, eve_down, BEAT)
     pass_on(bob_up, down, alive("bob"))
     pass_on(eve_up, down, alive("eve"))
 
-    revoke(house.directory, role="learner", run="run", name="bob")
+    revoke(keyed.directory, role="learner", run="run", name="bob")
     for socket in (bob_up, bob_down):
-        seen = house.watch[socket].seen
+        seen = keyed.watch[socket].seen
         wait_for(lambda seen=seen: seen(zmq.EVENT_HANDSHAKE_FAILED_AUTH), "he is cut off, and refused")  # type: ignore[misc]
     read(down), read(bob_down)
     for _ in range(3):
@@ -538,48 +538,48 @@ def test_a_revoked_key_neither_says_nor_hears_anything_more_and_the_others_do(ho
     assert read(down) == []
 
 
-def test_between_being_revoked_and_cut_off_nothing_passes_either(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    up, down = house.sender("bob"), house.receiver("syncer", CONTROL, b"run/alive/")
+def test_between_being_revoked_and_cut_off_nothing_passes_either(keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = keyed.sender("bob"), keyed.receiver("syncer", CONTROL, b"run/alive/")
     pass_on(up, down, alive("bob"))
-    assert house.broker._authenticator is not None
-    monkeypatch.setattr(house.broker._authenticator, "_reconnect", lambda: None)
-    revoke(house.directory, role="learner", run="run", name="bob")
+    assert keyed.broker._authenticator is not None
+    monkeypatch.setattr(keyed.broker._authenticator, "_reconnect", lambda: None)
+    revoke(keyed.directory, role="learner", run="run", name="bob")
 
     def dropped() -> bool:
         up.send_multipart(frames(alive("bob")))
-        return "revoked" in house.dropped()
+        return "revoked" in keyed.dropped()
 
     wait_for(dropped, "his messages are dropped")
     read(down)
     up.send_multipart(frames(alive("bob")))
-    spy = house.receiver("eve", CONTROL, b"_/beat/run/")
-    pass_on(house.sender("syncer"), spy, BEAT)
+    spy = keyed.receiver("eve", CONTROL, b"_/beat/run/")
+    pass_on(keyed.sender("syncer"), spy, BEAT)
     assert read(down) == []
 
 
-def test_a_key_made_while_the_broker_runs_is_taken_and_nobody_is_disturbed(house: House) -> None:
-    down = house.receiver("syncer", CONTROL, b"run/alive/")
-    new = new_key(house.directory, role="learner", run="run", name="late")
-    pass_on(house.sender(new), down, alive("late"))
-    assert house.watch[down].seen() == 0
+def test_a_key_made_while_the_broker_runs_is_taken_and_nobody_is_disturbed(keyed: KeyedBroker) -> None:
+    down = keyed.receiver("syncer", CONTROL, b"run/alive/")
+    new = new_key(keyed.directory, role="learner", run="run", name="late")
+    pass_on(keyed.sender(new), down, alive("late"))
+    assert keyed.watch[down].seen() == 0
 
 
-def test_a_replaced_key_opens_and_the_old_one_does_not(house: House) -> None:
-    old = house.keys["bob"]
-    revoke(house.directory, role="learner", run="run", name="bob")
-    new = new_key(house.directory, role="learner", run="run", name="bob")
-    assert barred(house, old)
-    pass_on(house.sender(new), house.receiver("syncer", CONTROL, b"run/alive/"), alive("bob"))
+def test_a_replaced_key_opens_and_the_old_one_does_not(keyed: KeyedBroker) -> None:
+    old = keyed.keys["bob"]
+    revoke(keyed.directory, role="learner", run="run", name="bob")
+    new = new_key(keyed.directory, role="learner", run="run", name="bob")
+    assert barred(keyed, old)
+    pass_on(keyed.sender(new), keyed.receiver("syncer", CONTROL, b"run/alive/"), alive("bob"))
 
 
 def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_told(
-    house: House, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> bool:
         raise PermissionError(13, "Permission denied")
 
-    assert house.broker._authenticator is not None
-    monkeypatch.setattr(house.broker._authenticator._ring, "changed", fails)
+    assert keyed.broker._authenticator is not None
+    monkeypatch.setattr(keyed.broker._authenticator._ring, "changed", fails)
     seen = ""
 
     def told() -> bool:
@@ -588,7 +588,7 @@ def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_told(
         return "keys_unreadable" in seen
 
     wait_for(told, "it is told")
-    house.works()
+    keyed.works()
 
 
 # --- starting and ending ---------------------------------------------------------------------------------------------
@@ -623,10 +623,10 @@ def test_a_broker_whose_handshakes_are_answered_no_more_since_that_failed_ends(
 
 
 def test_a_broker_that_gets_no_socket_for_a_moment_when_it_cuts_connections_goes_on(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert house.broker._context is not None
-    made, times = house.broker._context.socket, Counter[int]()
+    assert keyed.broker._context is not None
+    made, times = keyed.broker._context.socket, Counter[int]()
 
     def socket(kind: int) -> Socket:
         times[kind] += 1
@@ -634,11 +634,11 @@ def test_a_broker_that_gets_no_socket_for_a_moment_when_it_cuts_connections_goes
             raise zmq.ZMQError(errno.EMFILE)
         return made(kind)
 
-    monkeypatch.setattr(house.broker._context, "socket", socket)
-    house.broker.reconnect()
+    monkeypatch.setattr(keyed.broker._context, "socket", socket)
+    keyed.broker.reconnect()
     wait_for(lambda: times[zmq.XPUB] >= 6, "both planes listen again")
-    house.works(CONTROL)
-    house.works(BULK)
+    keyed.works(CONTROL)
+    keyed.works(BULK)
 
 
 def test_beyond_loopback_keys_or_insecure_is_needed_and_keys_are_enough(tmp_path: Path) -> None:
@@ -714,10 +714,10 @@ def test_no_secret_appears_in_what_a_broker_tells_of_itself(tmp_path: Path) -> N
     port = free_ports()
     process = child(port, "--keys", str(tmp_path / "keys"))
     with context() as made:
-        house = Peers(made, port, {"bob": bob})
-        house.sender("bob").send_multipart(frames(CALL))
+        keyed = Peers(made, port, {"bob": bob})
+        keyed.sender("bob").send_multipart(frames(CALL))
         revoke(tmp_path / "keys", role="learner", run="run", name="bob")
-        assert barred(house, bob)
+        assert barred(keyed, bob)
     process.send_signal(signal.SIGTERM)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 0

@@ -60,7 +60,7 @@ class Worker:
 
 
 @dataclass
-class House:
+class RoundsDriver:
     """A machine with workers round it, driven by hand: time moves only when a test says so."""
 
     rounds: Rounds
@@ -117,9 +117,9 @@ class House:
         raise AssertionError("no call was opened")
 
 
-def house(workers: int = 2, **changes: Any) -> House:
+def driven(workers: int = 2, **changes: Any) -> RoundsDriver:
     defaults: dict[str, Any] = {"steps": 50, "sync_every": P, "fragments": P, "overlap": 2, "quorum": 1}
-    made = House(Rounds(RunSettings(**(defaults | changes)), SIZES, epoch=1))
+    made = RoundsDriver(Rounds(RunSettings(**(defaults | changes)), SIZES, epoch=1))
     for i in range(workers):
         made.step(made.join(f"w{i}", 1 + i), 2)
     return made
@@ -131,7 +131,7 @@ def of(actions: list[Action], kind: type[Any]) -> list[Any]:
 
 # --- rules by name ---------------------------------------------------------------------------------------------------
 def test_the_first_call_waits_until_every_welcomed_learner_has_done_one_timed_step() -> None:
-    h = house()
+    h = driven()
     late = h.join("late", 9, step_seconds=0.0)
     h.step(late)
     assert not of(h.tick(5.0), Called)
@@ -142,7 +142,7 @@ def test_the_first_call_waits_until_every_welcomed_learner_has_done_one_timed_st
 
 
 def test_slots_keep_the_pace_of_the_typical_learner_however_fast_answers_come() -> None:
-    h = house()
+    h = driven()
     opened = []
     for _ in range(200):
         opened += [h.now] * len(of(h.tick(0.1), Called))
@@ -158,7 +158,7 @@ def test_slots_keep_the_pace_of_the_typical_learner_however_fast_answers_come() 
 
 
 def test_every_fragment_is_called_equally_often_and_in_rotation() -> None:
-    schedule = house().rounds.schedule
+    schedule = driven().rounds.schedule
     for cycle in range(6):
         called = [schedule.fragment_of(cycle * P + s) for s in range(P)]
         assert sorted(called) == list(range(P))
@@ -166,7 +166,7 @@ def test_every_fragment_is_called_equally_often_and_in_rotation() -> None:
 
 
 def test_no_more_than_tau_calls_are_open_and_the_clock_stands_still_meanwhile() -> None:
-    h = house(overlap=2)
+    h = driven(overlap=2)
     h.open_one()
     for _ in range(20):
         h.tick(1.0)
@@ -177,7 +177,7 @@ def test_no_more_than_tau_calls_are_open_and_the_clock_stands_still_meanwhile() 
 
 
 def test_a_round_closes_at_once_when_every_live_learner_has_answered() -> None:
-    h = house(grace_seconds=1000.0)
+    h = driven(grace_seconds=1000.0)
     p = h.open_one()
     assert h.answer(h.workers["w0"], p) == ""
     assert not of(h.tick(), Merge)
@@ -186,7 +186,7 @@ def test_a_round_closes_at_once_when_every_live_learner_has_answered() -> None:
 
 
 def test_a_slower_learner_is_waited_for_within_the_grace_window_but_the_window_does_not_grow_with_it() -> None:
-    h = house(3, quorum=2, grace_seconds=2.0)
+    h = driven(3, quorum=2, grace_seconds=2.0)
     p = h.open_one()
     h.answer(h.workers["w0"], p)
     h.answer(h.workers["w1"], p)
@@ -208,7 +208,7 @@ def test_a_slower_learner_is_waited_for_within_the_grace_window_but_the_window_d
 
 
 def test_below_the_quorum_nothing_is_merged_and_old_captures_are_dropped_at_each_attempt() -> None:
-    h = house(2, quorum=2)
+    h = driven(2, quorum=2)
     p = h.open_one()
     h.answer(h.workers["w0"], p)
     del h.workers["w1"]
@@ -231,7 +231,7 @@ def test_below_the_quorum_nothing_is_merged_and_old_captures_are_dropped_at_each
 @pytest.mark.parametrize("travel_seconds", [0.2, 3.0, 40.0, 400.0])
 def test_answers_that_travel_for_longer_than_a_round_are_merged_all_the_same(travel_seconds: float) -> None:
     """Each is of an attempt that was open when it was captured; one that is called off too soon would never be met."""
-    h = house(2, quorum=2)
+    h = driven(2, quorum=2)
     under_way: list[tuple[float, Answer]] = []
     attempts: list[int] = []
     while len(h.merges) < 8:
@@ -254,7 +254,7 @@ def test_answers_that_travel_for_longer_than_a_round_are_merged_all_the_same(tra
 
 
 def test_while_too_few_are_here_captures_are_made_anew_at_the_usual_pace() -> None:
-    h = house(1, quorum=2)
+    h = driven(1, quorum=2)
     h.join("w1", 2)
     h.step(h.workers["w1"], 2)
     h.open_one()
@@ -268,7 +268,7 @@ def test_while_too_few_are_here_captures_are_made_anew_at_the_usual_pace() -> No
 
 
 def test_each_reason_of_refusal_is_given_and_changes_nothing() -> None:
-    h = house(2)
+    h = driven(2)
     w0 = h.workers["w0"]
     p = h.open_one()
     call = h.rounds.calls[p]
@@ -296,7 +296,7 @@ def test_each_reason_of_refusal_is_given_and_changes_nothing() -> None:
 
 
 def test_an_answer_beyond_what_its_learner_can_have_done_counts_once_it_has_been_reported() -> None:
-    h = house(1)
+    h = driven(1)
     p = h.open_one()
     worker = h.workers["w0"]
     worker.steps += 30  # in less than the 3 s after which a silent learner, of one step a second, is lost
@@ -307,7 +307,7 @@ def test_an_answer_beyond_what_its_learner_can_have_done_counts_once_it_has_been
 
 
 def test_what_a_learner_did_since_its_last_report_counts() -> None:
-    h = house(1)
+    h = driven(1)
     p = h.open_one()
     h.workers["w0"].steps += 2
     assert h.answer(h.workers["w0"], p) == ""
@@ -315,7 +315,7 @@ def test_what_a_learner_did_since_its_last_report_counts() -> None:
 
 
 def test_a_learner_that_lies_about_its_tokens_is_left_out_and_named() -> None:
-    h = house(2, grace_seconds=0.5)
+    h = driven(2, grace_seconds=0.5)
     p = h.open_one()
     call = h.rounds.calls[p]
     liar = replace(h.workers["w0"].answer(call.slot, call.attempt, p), tokens_to=10**12)
@@ -328,7 +328,7 @@ def test_a_learner_that_lies_about_its_tokens_is_left_out_and_named() -> None:
 
 
 def test_an_answer_in_somebodys_name_that_cannot_count_gives_way_to_the_genuine_one() -> None:
-    h = house(1)
+    h = driven(1)
     p = h.open_one()
     call, worker = h.rounds.calls[p], h.workers["w0"]
     genuine = worker.answer(call.slot, call.attempt, p)
@@ -341,7 +341,7 @@ def test_an_answer_in_somebodys_name_that_cannot_count_gives_way_to_the_genuine_
 
 
 def test_a_dead_learner_s_complete_answer_is_used_once_and_the_others_are_still_waited_for() -> None:
-    h = house(3, quorum=2, grace_seconds=2.0)
+    h = driven(3, quorum=2, grace_seconds=2.0)
     p = h.open_one()
     h.answer(h.workers["w0"], p)
     dead = h.workers.pop("w0")
@@ -360,7 +360,7 @@ def test_a_dead_learner_s_complete_answer_is_used_once_and_the_others_are_still_
 
 
 def test_a_learner_at_a_stand_is_not_waited_for() -> None:
-    h = house(2, grace_seconds=1000.0)
+    h = driven(2, grace_seconds=1000.0)
     h.hear(h.workers["w1"], age=100.0)
     p = h.open_one() if h.rounds.calls else None
     while p is None:
@@ -374,7 +374,7 @@ def test_a_learner_at_a_stand_is_not_waited_for() -> None:
 
 
 def test_the_end_calls_every_fragment_once_more_and_gives_up_what_nobody_answers() -> None:
-    h = house(1, steps=1)
+    h = driven(1, steps=1)
     worker = h.workers["w0"]
     for _ in range(60):
         h.tick(1.0)
@@ -393,9 +393,9 @@ def test_the_end_calls_every_fragment_once_more_and_gives_up_what_nobody_answers
     assert h.rounds.step(h.now) == 1
 
 
-def draining_with_one_call_left_open() -> House:
+def draining_with_one_call_left_open() -> RoundsDriver:
     """Two learners and a quorum of two; global step T is reached while the second call still waits for answers."""
-    h = house(2, quorum=2, steps=2)
+    h = driven(2, quorum=2, steps=2)
     for worker in h.workers.values():
         assert h.answer(worker, h.open_one()) == ""
     h.tick()
@@ -431,7 +431,7 @@ def test_the_end_asks_for_no_more_fragments_at_once_than_a_beat_can_name(
     monkeypatch.setattr(rounds, "most_calls", lambda _fragments, _learners: 1)
     monkeypatch.setattr(rounds, "DRAIN_SECONDS", 2.5)
     monkeypatch.setattr(rounds, "DRAIN_ATTEMPTS", 0)
-    h = house(1, steps=1, overlap=1)
+    h = driven(1, steps=1, overlap=1)
     for _ in range(40):
         h.tick(1.0)
         h.step(h.workers["w0"])
@@ -445,7 +445,7 @@ def test_the_end_asks_for_no_more_fragments_at_once_than_a_beat_can_name(
 
 
 def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_changes() -> None:
-    h = house(1)
+    h = driven(1)
     sizes = []
     for i in range(1, 3 * REMEMBERED):
         passer = h.join(f"passer-{i}", 100 + i)
@@ -466,7 +466,7 @@ def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_chang
 
 
 def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:
-    h = house(1)
+    h = driven(1)
     worker = h.workers["w0"]
     p = h.open_one()
     h.answer(worker, p)
@@ -480,9 +480,9 @@ def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_u
 
 
 def test_a_learner_that_comes_back_under_its_name_after_a_resume_leaves_nothing_pending_of_its_former_life() -> None:
-    h = house(2)
+    h = driven(2)
     h.step(h.workers["w0"], 3)
-    resumed = House(Rounds(h.rounds.settings, SIZES, epoch=2), now=h.now)
+    resumed = RoundsDriver(Rounds(h.rounds.settings, SIZES, epoch=2), now=h.now)
     resumed.rounds.load_json(json.loads(json.dumps(h.rounds.to_json())))
     before = resumed.rounds.ledger.account("w0")
     assert before.pending > 0
@@ -494,7 +494,7 @@ def test_a_learner_that_comes_back_under_its_name_after_a_resume_leaves_nothing_
 
 
 def test_a_syncer_that_stops_opens_no_new_slot() -> None:
-    h = house(2)
+    h = driven(2)
     p = h.open_one()
     h.rounds.pause()
     for worker in h.workers.values():
@@ -509,7 +509,7 @@ def test_a_syncer_that_stops_opens_no_new_slot() -> None:
 
 
 def test_a_syncer_that_stops_sleeps_until_something_is_due() -> None:
-    h = house(2, quorum=2)
+    h = driven(2, quorum=2)
     h.open_one()
     h.rounds.pause()
     for _ in range(30):
@@ -520,7 +520,7 @@ def test_a_syncer_that_stops_sleeps_until_something_is_due() -> None:
 
 
 def test_a_step_that_is_said_to_take_no_time_at_all_moves_the_clock_to_the_next_slot_at_most() -> None:
-    h = house(1)
+    h = driven(1)
     h.open_one()
     h.workers["w0"].step_seconds = 5e-324
     h.hear(h.workers["w0"])
@@ -538,7 +538,7 @@ class AnyOrder(RuleBasedStateMachine):
     )  # fmt: skip
     def begin(self, quorum: int, tau: int, grace: float, steps: int) -> None:
         made = RunSettings(steps=steps, sync_every=P, fragments=P, overlap=tau, quorum=quorum, grace_seconds=grace)
-        self.h = House(Rounds(made, SIZES, epoch=1))
+        self.h = RoundsDriver(Rounds(made, SIZES, epoch=1))
         self.incarnations = 0
         self.recorded: list[Answer] = []
         self.merged: dict[tuple[Who, int], list[tuple[int, int]]] = {}

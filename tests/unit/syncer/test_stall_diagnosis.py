@@ -30,7 +30,7 @@ from rich.console import Console
 TOKENS = 10
 
 
-class House:
+class StallScenario:
     """A round machine with learners of 10 steps each; time moves only when a test says so."""
 
     def __init__(self, names: str, quorum: int, step_seconds: float = 1.0, tokens: int = 10 * TOKENS) -> None:
@@ -75,13 +75,13 @@ class House:
 
 
 def test_who_is_here_and_who_is_missing_is_named_below_the_quorum() -> None:
-    house = House("abc", quorum=3)
-    assert house.rounds.calls
-    house.now += 30.0
-    house.hear("a")
-    house.hear("b", last_step_age_seconds=29.0)
-    house.tick()
-    assert house.text() == (
+    scenario = StallScenario("abc", quorum=3)
+    assert scenario.rounds.calls
+    scenario.now += 30.0
+    scenario.hear("a")
+    scenario.hear("b", last_step_age_seconds=29.0)
+    scenario.tick()
+    assert scenario.text() == (
         "1 of the 3 learners that --quorum asks for can answer (a); b has taken no step for 29 s; "
         "c has not been heard for 30 s"
     )
@@ -89,102 +89,102 @@ def test_who_is_here_and_who_is_missing_is_named_below_the_quorum() -> None:
 
 @pytest.mark.parametrize(("silent", "patience"), [("", STALL_SECONDS), ("b", SURE_SECONDS)])
 def test_a_pause_of_learners_that_are_heard_is_no_block_for_a_while(silent: str, patience: float) -> None:
-    house = House("ab", quorum=2)
-    house.now += 30.0
+    scenario = StallScenario("ab", quorum=2)
+    scenario.now += 30.0
     for name in "ab":
         if name != silent:
-            house.hear(name, last_step_age_seconds=15.0)  # inside session.global_weights(), say
-    house.tick()
-    reason = house.reason()
+            scenario.hear(name, last_step_age_seconds=15.0)  # inside session.global_weights(), say
+    scenario.tick()
+    reason = scenario.reason()
     assert reason is not None
     assert reason.patience_seconds == patience
 
 
 def test_a_learner_that_vanished_since_its_reports_are_rejected_is_told_with_why() -> None:
-    house = House("a", quorum=1)
-    house.reject("a", "alive", "field: loss of a alive must be a finite number", times=4)
-    house.tick(30.0)
-    assert house.text() == (
+    scenario = StallScenario("a", quorum=1)
+    scenario.reject("a", "alive", "field: loss of a alive must be a finite number", times=4)
+    scenario.tick(30.0)
+    assert scenario.text() == (
         "0 of the 1 learners that --quorum asks for can answer; a has not been heard for 30 s, and what it reports is "
         "rejected, field: loss of a alive must be a finite number"
     )
 
 
 def test_the_first_steps_of_newcomers_are_waited_for_before_that_is_told() -> None:
-    house = House("", quorum=2)
+    scenario = StallScenario("", quorum=2)
     for name in "ab":
-        house.rounds.join(name, 1, house.now)
-    house.now += 50.0
+        scenario.rounds.join(name, 1, scenario.now)
+    scenario.now += 50.0
     for name in "ab":
-        house.hear(name, step_seconds=0.0)
-    assert house.reason() is None
-    house.now += 10.0
-    assert house.text().endswith("a has not completed two steps since it joined 60 s ago; "
+        scenario.hear(name, step_seconds=0.0)
+    assert scenario.reason() is None
+    scenario.now += 10.0
+    assert scenario.text().endswith("a has not completed two steps since it joined 60 s ago; "
                                  "b has not completed two steps since it joined 60 s ago")  # fmt: skip
 
 
 def test_one_of_three_whose_answers_are_rejected_at_a_quorum_of_three_is_named_with_the_reason() -> None:
-    house = House("abc", quorum=3)
-    assert [house.answer(name) for name in "ab"] == ["", ""]
-    house.reject("c", "delta", "norm: 1e+04, over 100 times", times=7)
-    fragment = next(iter(house.rounds.calls))
-    assert house.text() == (
+    scenario = StallScenario("abc", quorum=3)
+    assert [scenario.answer(name) for name in "ab"] == ["", ""]
+    scenario.reject("c", "delta", "norm: 1e+04, over 100 times", times=7)
+    fragment = next(iter(scenario.rounds.calls))
+    assert scenario.text() == (
         f"fragment {fragment} has 2 of the 3 answers that --quorum asks for, at attempt 1; those of c are "
         "rejected, norm: 1e+04, over 100 times"
     )
 
 
 def test_learners_that_do_not_answer_are_named() -> None:
-    house = House("abc", quorum=2)
-    house.answer("b")
-    assert house.text().endswith("has 1 of the 2 answers that --quorum asks for, at attempt 1; none of a, c")
+    scenario = StallScenario("abc", quorum=2)
+    scenario.answer("b")
+    assert scenario.text().endswith("has 1 of the 2 answers that --quorum asks for, at attempt 1; none of a, c")
 
 
 def test_an_answer_beyond_what_was_reported_is_told() -> None:
-    house = House("a", quorum=1)
-    house.answer("a", tokens_to=10**9)
-    assert house.text().endswith("those of a cover more tokens than were reported")
+    scenario = StallScenario("a", quorum=1)
+    scenario.answer("a", tokens_to=10**9)
+    assert scenario.text().endswith("those of a cover more tokens than were reported")
 
 
 @pytest.mark.parametrize("answering", [True, False])
 def test_that_no_learner_reports_tokens_is_told_whether_they_answer_or_not(answering: bool) -> None:
-    house = House("ab", quorum=1, tokens=0)
+    scenario = StallScenario("ab", quorum=1, tokens=0)
     for name in "ab" if answering else "":
-        assert house.answer(name, tokens_to=0) == "empty"
-        house.reject(name, "delta", "empty", times=3)
-    assert "; those of a, b do not count, because 0 tokens are reported: session.step(tokens=...)" in house.text()
+        assert scenario.answer(name, tokens_to=0) == "empty"
+        scenario.reject(name, "delta", "empty", times=3)
+    assert "; those of a, b do not count, because 0 tokens are reported: session.step(tokens=...)" in scenario.text()
 
 
 def test_merges_that_give_nothing_usable_are_told() -> None:
-    house = House("a", quorum=1)
-    house.answer("a")
-    [merge] = [action for action in house.tick() if isinstance(action, Merge)]
-    assert house.reason() is None, "the quorum is met"
-    house.rounds.failed(merge, house.now)
-    assert "1 merges of it gave values that are not finite" in house.text()
+    scenario = StallScenario("a", quorum=1)
+    scenario.answer("a")
+    [merge] = [action for action in scenario.tick() if isinstance(action, Merge)]
+    assert scenario.reason() is None, "the quorum is met"
+    scenario.rounds.failed(merge, scenario.now)
+    assert "1 merges of it gave values that are not finite" in scenario.text()
 
 
 def test_a_round_that_only_waits_for_its_grace_or_the_next_slot_is_not_blocked() -> None:
-    house = House("ab", quorum=1)
-    house.answer("a")
-    house.tick()
-    assert house.reason() is None, "grace"
-    [merge] = [action for action in house.tick(1000.0) if isinstance(action, Merge)]
-    house.hear("a")
-    house.rounds.merged(merge, 0.1)
-    assert not house.rounds.calls
-    assert house.reason() is None, "time"
+    scenario = StallScenario("ab", quorum=1)
+    scenario.answer("a")
+    scenario.tick()
+    assert scenario.reason() is None, "grace"
+    [merge] = [action for action in scenario.tick(1000.0) if isinstance(action, Merge)]
+    scenario.hear("a")
+    scenario.rounds.merged(merge, 0.1)
+    assert not scenario.rounds.calls
+    assert scenario.reason() is None, "time"
 
 
 def test_a_syncer_that_stops_is_not_blocked() -> None:
-    house = House("", quorum=1)
-    assert house.reason() is not None
-    house.rounds.pause()
-    assert house.reason() is None
+    scenario = StallScenario("", quorum=1)
+    assert scenario.reason() is not None
+    scenario.rounds.pause()
+    assert scenario.reason() is None
 
 
 def test_the_patience_follows_the_pace_so_that_a_slow_run_is_not_called_blocked() -> None:
-    quick, slow = House("a", quorum=1, step_seconds=0.01).reason(), House("a", quorum=1, step_seconds=600.0).reason()
+    quick, slow = StallScenario("a", quorum=1, step_seconds=0.01).reason(), StallScenario("a", quorum=1, step_seconds=600.0).reason()
     assert quick is not None
     assert slow is not None
     assert quick.patience_seconds == PATIENCE_SECONDS
@@ -193,21 +193,21 @@ def test_the_patience_follows_the_pace_so_that_a_slow_run_is_not_called_blocked(
 
 def test_a_sentence_names_so_many_and_no_more() -> None:
     names = [f"n{k:03}" for k in range(300)]
-    house = House("", quorum=300)
+    scenario = StallScenario("", quorum=300)
     for name in names[:299]:
-        house.rounds.join(name, 1, house.now)
-        house.hear(name, step_seconds=0.0)
-    house.now += 100.0
-    assert house.text().endswith(f"and {299 - NAMES} more")
-    assert len(house.text()) < 1000
+        scenario.rounds.join(name, 1, scenario.now)
+        scenario.hear(name, step_seconds=0.0)
+    scenario.now += 100.0
+    assert scenario.text().endswith(f"and {299 - NAMES} more")
+    assert len(scenario.text()) < 1000
 
 
 def test_looking_changes_nothing() -> None:
-    house = House("abc", quorum=3)
-    house.answer("a")
-    before = repr(vars(house.rounds))
-    house.reason()
-    assert repr(vars(house.rounds)) == before
+    scenario = StallScenario("abc", quorum=3)
+    scenario.answer("a")
+    before = repr(vars(scenario.rounds))
+    scenario.reason()
+    assert repr(vars(scenario.rounds)) == before
 
 
 # --- when it is told -------------------------------------------------------------------------------------------------
