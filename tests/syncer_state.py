@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from decoupled_diloco.common.wire import Beat
-from syncer_run import ScriptedLearner, SyncerRun
+from scripted_learner import ScriptedLearner
+from syncer_run import SyncerRun
 
 
 def versions(run: SyncerRun) -> list[int]:

@@ -16,7 +16,8 @@ from decoupled_diloco.common.registry import read_status
 from decoupled_diloco.common.wire import Beat, Call, Welcome
 from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer import deltas, loop, membership, rejections, stall_diagnosis
-from syncer_run import LAYOUT, ScriptedLearner, SyncerRun, syncer_run
+from scripted_learner import LAYOUT, ScriptedLearner
+from syncer_run import SyncerRun, syncer_run
 from transport import BrokerChild, free_ports
 from waiting import wait_for
 

@@ -23,8 +23,9 @@ from decoupled_diloco.learner.session import Session, join
 from decoupled_diloco.syncer import final_buffers, loop
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from safetensors.torch import load, load_file
+from scripted_learner import ScriptedLearner
 from scripted_syncer import ScriptedSyncer, running_broker
-from syncer_run import ScriptedLearner, SyncerRun, syncer_run
+from syncer_run import SyncerRun, syncer_run
 from torch import Tensor, nn
 from waiting import wait_for
 

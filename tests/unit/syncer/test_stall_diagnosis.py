@@ -184,7 +184,10 @@ def test_a_syncer_that_stops_is_not_blocked() -> None:
 
 
 def test_the_patience_follows_the_pace_so_that_a_slow_run_is_not_called_blocked() -> None:
-    quick, slow = StallScenario("a", quorum=1, step_seconds=0.01).reason(), StallScenario("a", quorum=1, step_seconds=600.0).reason()
+    quick, slow = (
+        StallScenario("a", quorum=1, step_seconds=0.01).reason(),
+        StallScenario("a", quorum=1, step_seconds=600.0).reason(),
+    )
     assert quick is not None
     assert slow is not None
     assert quick.patience_seconds == PATIENCE_SECONDS

@@ -14,7 +14,8 @@ from decoupled_diloco.common.wire import Beat
 from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer import loop, membership
 from logged import logged
-from syncer_run import TOKENS, ScriptedLearner, SyncerRun, syncer_run
+from scripted_learner import TOKENS, ScriptedLearner
+from syncer_run import SyncerRun, syncer_run
 from syncer_state import answers_until, beats, finished, versions
 from waiting import wait_for
 

@@ -14,7 +14,8 @@ from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.wire import Beat, Keyframe, Welcome
 from decoupled_diloco.syncer import membership
 from safetensors.torch import save_file
-from syncer_run import LAYOUT, SyncerRun, filled, syncer_run
+from scripted_learner import LAYOUT, filled
+from syncer_run import SyncerRun, syncer_run
 from waiting import wait_for
 
 

@@ -11,7 +11,8 @@ from decoupled_diloco.common.errors import Diverged
 from decoupled_diloco.common.wire import Welcome, split
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.rounds import FAILED_MERGES
-from syncer_run import TOKENS, SyncerRun, filled, syncer_run
+from scripted_learner import TOKENS, filled
+from syncer_run import SyncerRun, syncer_run
 from syncer_state import versions
 from waiting import wait_for
 

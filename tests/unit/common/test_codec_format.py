@@ -1,61 +1,41 @@
-"""The codec: what arrives is what was sent within the stated bound, the same bits everywhere, and nothing hostile."""
+"""Format of the payloads, and payloads that are rejected."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import reference
 import torch
-from decoupled_diloco.common import codec as codec_module
+from codec_values import QUANTIZED, array, carried, noise
 from decoupled_diloco.common.codec import (
     apply_step,
     decode_delta,
-    digest,
     encode_delta,
     encode_step,
     encoded_bytes,
-    model_hash,
 )
 from decoupled_diloco.common.config import CODECS
 from decoupled_diloco.common.errors import Malformed
-from decoupled_diloco.common.fragments import ALIGN, Fragment, Layout, TensorSpec, balanced_plan
-from hypothesis import example, given, settings
+from decoupled_diloco.common.fragments import ALIGN
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from searching import examples
 from torch import Tensor
 
-QUANTIZED = ("int8", "int4")
 BLOCKS = [0, 1, 2, 3, 7, 255, 256, 257, 511, 513, 2047, 2049, 4101]
 """Around the sizes that one operation and one band of scales handle, odd and even, and none at all."""
-
-
-def noise(length: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    return torch.randn(length, generator=torch.Generator().manual_seed(seed)) * size
-
-
-def carried(codec: str, values: Tensor) -> tuple[bytes, Tensor]:
-    """What a delta of exactly `values` looks like on the wire, and after it; not for f32, which carries theta."""
-    payload = encode_delta(codec, values, torch.zeros_like(values)).numpy().tobytes()
-    return payload, decode_delta(codec, values, payload)
-
-
-def array(values: Tensor) -> npt.NDArray[np.float64]:
-    return values.numpy().astype(np.float64)
 
 
 def set_scale(payload: bytes, block: int, bits: int) -> bytes:
     return payload[: 2 * block] + bits.to_bytes(2, "little") + payload[2 * block + 2 :]
 
 
-# --- sizes and format ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_a_payload_has_the_size_that_was_promised_and_the_values_that_were_sent(codec: str, blocks: int) -> None:
@@ -131,207 +111,6 @@ def test_what_is_read_from_the_bytes_one_by_one_is_what_the_codec_decodes(codec:
         assert (min(codes), max(codes)) == (-levels, levels)
 
 
-# --- any values ------------------------------------------------------------------------------------------------------
-def wild_blocks() -> st.SearchStrategy[Tensor]:
-    """Blocks of every size a float can have, with zeros, equal values, and outliers beside small ones."""
-
-    def build(rows: list[tuple[int, str]], seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        blocks = []
-        for exponent, kind in rows:
-            block = torch.randn(ALIGN, generator=generator).clamp(-7, 7) * 2.0**exponent
-            if kind == "zero":
-                block = torch.zeros(ALIGN)
-            elif kind == "equal":
-                block = torch.full((ALIGN,), 2.0**exponent)
-            elif kind == "outlier":
-                block[int(torch.randint(ALIGN, (1,), generator=generator))] = 2.0 ** min(exponent + 40, 119)
-            elif kind == "ties":
-                block = torch.randint(-14, 15, (ALIGN,), generator=generator) * 2.0**exponent / 2
-                block[0] = 7 * 2.0**exponent
-            blocks.append(block)
-        return torch.cat(blocks) if blocks else torch.zeros(0)
-
-    kinds = st.sampled_from(["noise", "zero", "equal", "outlier", "ties"])
-    return st.builds(build, st.lists(st.tuples(st.integers(-149, 116), kinds), max_size=9), st.integers(0, 2**31))
-
-
-@given(values=wild_blocks(), codec=st.sampled_from(QUANTIZED))
-@example(values=torch.full((ALIGN,), 1e-30), codec="int4")
-@example(values=torch.full((ALIGN,), 1e-28), codec="int8")
-@example(values=torch.tensor([1e30] + [1e-3] * 127), codec="int4")
-@example(values=torch.tensor([1e-3] * 255 + [-1e30]), codec="int8")
-@settings(max_examples=examples(150))
-def test_no_element_is_further_off_than_half_its_blocks_scale(values: Tensor, codec: str) -> None:
-    payload, delta = carried(codec, values)
-    assert delta.isfinite().all()
-    assert (np.abs(array(delta) - array(values)) <= reference.error_bound(codec, array(values))).all()
-    assert np.array_equal(array(delta), reference.decode(codec, payload, len(values)))
-    assert (delta[values == 0] == 0).all()
-
-
-@given(values=wild_blocks())
-@settings(max_examples=examples(60))
-def test_what_four_bits_carried_once_they_carry_again_without_a_loss(values: Tensor) -> None:
-    payload, once = carried("int4", values)
-    again, twice = carried("int4", once)
-    assert torch.equal(twice, once)
-    assert again == payload
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_delta_of_exactly_zero_stays_exactly_zero(codec: str) -> None:
-    theta = noise(5 * ALIGN)
-    assert not decode_delta(codec, theta, encode_delta(codec, theta, theta)).any()
-
-
-@pytest.mark.parametrize("codec", QUANTIZED)
-def test_an_outlier_costs_its_own_block_and_no_other(codec: str) -> None:
-    values = torch.full((3 * ALIGN,), 1e-3)
-    values[ALIGN + 5] = 1e30
-    _, delta = carried(codec, values)
-    assert torch.equal(delta[:ALIGN], delta[2 * ALIGN :])
-    assert delta[0] == pytest.approx(1e-3, rel=0.01)
-    assert delta[ALIGN + 5] == pytest.approx(1e30, rel=0.01)
-    assert delta[ALIGN] == 0
-
-
-@given(
-    shapes=st.lists(
-        st.sampled_from([(), (1,), (0, 8), (2,), (127,), (131,), (521,), (7, 37), (128,), (4, 32), (33_013,)]),
-        min_size=1,
-        max_size=6,
-    ).filter(lambda shapes: any(math.prod(shape) for shape in shapes)),
-    codec=st.sampled_from(CODECS),
-    seed=st.integers(0, 2**31),
-)
-@settings(max_examples=examples(60))
-def test_tensors_of_any_shape_come_through_and_the_holes_between_them_stay_zero(
-    shapes: list[tuple[int, ...]], codec: str, seed: int
-) -> None:
-    specs = tuple(TensorSpec(name=f"t{i}", shape=shape, dtype="float32") for i, shape in enumerate(shapes))
-    plan = balanced_plan(Layout(specs), 1)
-    tensors = {spec.name: noise(spec.numel, seed + i).view(spec.shape) for i, spec in enumerate(plan.layout.trainable)}
-    public = torch.zeros(plan.fragments[0].length)
-    target = flat(plan.fragments[0], tensors)
-    payload, new = encode_step(codec, public, target)
-    assert torch.equal(new, apply_step(codec, public, payload))
-    holes = torch.ones(len(new), dtype=torch.bool)
-    for slot in plan.fragments[0].slots:
-        holes[slot.offset : slot.stop] = False
-        back, sent = new[slot.offset : slot.stop].view(slot.tensor.shape), tensors[slot.tensor.name]
-        assert torch.allclose(back, sent, rtol=0, atol=float(sent.abs().max()) / 13)
-    assert not new[holes].any()
-
-
-def flat(fragment: Fragment, tensors: dict[str, Tensor]) -> Tensor:
-    vector = torch.zeros(fragment.length)
-    for slot in fragment.slots:
-        vector[slot.offset : slot.stop] = tensors[slot.tensor.name].reshape(-1)
-    return vector
-
-
-# --- the same bits everywhere ----------------------------------------------------------------------------------------
-@given(step=wild_blocks(), seed=st.integers(0, 2**31), codec=st.sampled_from(CODECS))
-@settings(max_examples=examples(60))
-def test_sender_and_receiver_of_a_step_hold_the_same_bits(step: Tensor, seed: int, codec: str) -> None:
-    public = noise(len(step), seed)
-    public[::5] = -0.0
-    before = public.clone()
-    payload, new = encode_step(codec, public, public + step)
-    assert new.dtype == torch.float32
-    sent = payload.numpy().tobytes()
-    for received in (sent, bytearray(sent), memoryview(sent), memoryview(bytearray(sent)), payload):
-        assert digest(apply_step(codec, public, received)) == digest(new)
-    assert digest(public) == digest(before)
-    assert digest(payload) == hashlib.sha256(sent).hexdigest()
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_neither_the_threads_nor_the_size_of_the_pieces_change_a_bit(
-    codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    public, target = noise(1_031 * ALIGN, 5), noise(1_031 * ALIGN, 6)
-
-    def outcome() -> list[str]:
-        payload, new = encode_step(codec, public, target)
-        delta = encode_delta(codec, public, target)
-        return [digest(payload), digest(new), digest(delta), digest(decode_delta(codec, public, delta))]
-
-    expected, threads = outcome(), torch.get_num_threads()
-    try:
-        for slab, band, count in ((ALIGN, ALIGN, 1), (ALIGN * 3, ALIGN * 9, 2), (2**20, 2**20, 2)):
-            monkeypatch.setattr(codec_module, "SLAB", slab)
-            monkeypatch.setattr(codec_module, "BAND", band)
-            torch.set_num_threads(count)
-            assert outcome() == expected
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def compiler(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch.compile with a cache of its own; the test is skipped where no C++ compiler is."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
-        pytest.skip("torch.compile needs a C++ compiler, and this machine has none")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.tools
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is not ours
-def test_compiled_and_fused_code_gives_the_same_bits() -> None:
-    def quantize(public: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = (target - public).view(-1, ALIGN)
-        scales = codec_module.block_scales(blocks.abs().amax(1), 7).unsqueeze(1)
-        codes = codec_module.block_codes(blocks.clone(), codec_module.inverse_scales(scales))
-        return codes, scales, public + (codes.float() * scales).view(-1)
-
-    public, target = noise(301 * ALIGN, 7), noise(301 * ALIGN, 8) * torch.logspace(-36, 30, 301 * ALIGN)
-    target[:ALIGN] = public[:ALIGN]
-    compiled = torch.compile(quantize, fullgraph=True)(public, target)
-    payload, new = encode_step("int4", public, target)
-    codes, scales, fused = (value.contiguous() for value in compiled)
-    assert torch.equal(payload[: 2 * 301].view(torch.bfloat16).float(), scales.view(-1))
-    assert codes.view(-1).tolist() == reference.read_payload("int4", payload.numpy().tobytes(), 301 * ALIGN)[1]
-    assert digest(fused) == digest(new)
-
-
-def test_digests_are_those_of_the_little_endian_bytes() -> None:
-    vectors = [noise(ALIGN, 1), noise(0), noise(3 * ALIGN, 2)]
-    whole = b"".join(v.numpy().astype("<f4").tobytes() for v in vectors)
-    assert model_hash(vectors) == hashlib.sha256(whole).hexdigest()
-    assert digest(vectors[0]) == hashlib.sha256(vectors[0].numpy().astype("<f4").tobytes()).hexdigest()
-    assert digest(b"abc") == digest(memoryview(b"abc")) == hashlib.sha256(b"abc").hexdigest()
-    assert digest(torch.ones(2, dtype=torch.bfloat16)) == hashlib.sha256(bytes([0x80, 0x3F] * 2)).hexdigest()
-
-
-def test_the_sender_may_go_on_writing_where_it_encoded_from() -> None:
-    theta, anchor = noise(ALIGN), noise(ALIGN, 1)
-    payload = encode_delta("f32", anchor, theta)
-    _, new = encode_step("f32", anchor, theta)
-    expected = theta.clone()
-    theta.zero_()
-    assert torch.equal(payload.view(torch.float32), expected)
-    assert torch.equal(new, expected)
-
-
-def test_a_received_fragment_does_not_lie_in_the_buffer_it_came_in() -> None:
-    values = noise(ALIGN)
-    buffer = bytearray(values.numpy().tobytes())
-    new = apply_step("f32", torch.zeros(ALIGN), memoryview(buffer))
-    buffer[:] = bytes(len(buffer))
-    assert torch.equal(new, values)
-
-
-# --- what must not enter ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("wrong", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 127, 128, 2 * 128 + 77, 1000 * 128, 2049 * 128 - 1])
