@@ -65,7 +65,7 @@ def _two(name: str) -> Suite:
     made = methods(SMALL, 2, T, {kind: INNER_LR[kind] for kind in kept})
     ours = made["Decoupled"].name
     return Suite(
-        name=name, asks="And for M = 2, with other seeds?", cells=tuple(made.values()), seeds=16, first_seed=8,
+        name=name, asks="The same for M = 2, with other seeds?", cells=tuple(made.values()), seeds=16, first_seed=8,
         contrasts=tuple(Contrast(cell=ours, against=made[kind].name, within=0.005) for kind in kept[:2]),
     )  # fmt: skip
 
@@ -125,7 +125,7 @@ def _int4(name: str) -> Suite:
     made = _codecs(name)
     names = ("int4 up, int4 down", "f32 up, f32 down")
     return replace(
-        made, asks="And int4 both ways, with other seeds?", seeds=10, first_seed=6,
+        made, asks="The same for int4 both ways, with other seeds?", seeds=10, first_seed=6,
         cells=tuple(cell for cell in made.cells if cell.name in names),
         contrasts=tuple(c for c in made.contrasts if c.cell == names[0] and c.against == names[1]),
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _pace(name: str) -> Suite:
         "up to 1.7 times as slow, K=1, no grace": {**spread, "settings": {"grace_seconds": 0.0}},
     }
     made = varied(
-        name, "Who waits for whom when speeds differ?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
+        name, "How long should rounds wait when learners differ in speed?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
         figures=("virtual_seconds", "merge_participation", "goodput"), seeds=6,
     )  # fmt: skip
     graced, not_graced = (
@@ -175,7 +175,7 @@ def _absence(name: str) -> Suite:
     rows: dict[str, dict[str, Any]] = {"always there": {}}
     rows |= {f"{share:.0%} absent": {**fields, "equal_tokens": True} for share, fields in away.items()}
     made = varied(
-        name, "What does it cost that learners die and come back?", rows, "always there", {"30% absent": 0.01},
+        name, "What does it cost when learners die and return?", rows, "always there", {"30% absent": 0.01},
         figures=("goodput", "uptime", "virtual_seconds"), seeds=6,
     )  # fmt: skip
     shorter = replace(
@@ -200,7 +200,7 @@ def _scavenging(name: str) -> Suite:
             if extra:
                 contrasts.append(Contrast(cell=cells[-1].name, against=f"{kind}, +0%"))
     return Suite(
-        name=name, asks="How much sooner is a run of four over, if others come for half of its tokens?",
+        name=name, asks="How much sooner does a run of four learners finish if others join for half of its tokens?",
         cells=tuple(cells), contrasts=tuple(contrasts), seeds=3, figures=("virtual_seconds", "useful_share"),
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ def _warm(name: str) -> Suite:
         ]
     return tuning_suites.tuned(
         Suite(
-            name=name, asks="Does it matter whether a run begins from scratch or with a model that was trained before?",
+            name=name, asks="Does it matter whether a run starts from scratch or from a pretrained model?",
             cells=tuple(cells), contrasts=tuple(contrasts), seeds=3,
         )
     )  # fmt: skip
@@ -244,7 +244,7 @@ def _rates_elsewhere(name: str) -> Suite:
         _warm("warm"),
     )
     made = {cell.name: cell for each in suites for cell in each.cells if cell.name in tuning_suites.ELSEWHERE_LR}
-    asks = "And where H, the outer step, the batch or the start is another?"
+    asks = "The same with another H, outer step, batch size or initialization?"
     return searched(name, asks, made.values(), seeds=2, rates=())
 
 
