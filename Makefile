@@ -27,7 +27,7 @@ run: setup       ## train a small language model with 2 learners on this machine
 test: setup      ## run all tests that need no special hardware or tools
 	$(BIN)/pytest $(SHARED)
 
-test-fast: setup ## run the unit and wire tests, which start no whole run
+test-fast: setup ## run the unit and wire tests; they start no whole run
 	$(BIN)/pytest $(SHARED) tests/unit tests/wire
 
 check: setup     ## check lint, format and types

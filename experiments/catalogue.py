@@ -146,7 +146,8 @@ def _pace(name: str) -> Suite:
         "up to 1.7 times as slow, K=1, no grace": {**spread, "settings": {"grace_seconds": 0.0}},
     }
     made = varied(
-        name, "How long should rounds wait when learners differ in speed?", rows, "all equal", {"one at half speed, K=1, grace": 0.0},
+        name, "How long should rounds wait when learners differ in speed?", rows, "all equal",
+        {"one at half speed, K=1, grace": 0.0},
         figures=("virtual_seconds", "merge_participation", "goodput"), seeds=6,
     )  # fmt: skip
     graced, not_graced = (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import syncer_run as scripted
+import scripted_learner
 from decoupled_diloco.broker.broker import Broker
 from decoupled_diloco.common.config import BrokerConfig
 from decoupled_diloco.common.fragments import Layout
@@ -17,7 +17,7 @@ from decoupled_diloco.common.wire import Beat, Call, Welcome
 from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer import deltas, loop, membership, rejections, stall_diagnosis
 from scripted_learner import LAYOUT, ScriptedLearner
-from syncer_run import SyncerRun, syncer_run
+from syncer_run import SyncerRun, settings, syncer_run
 from transport import BrokerChild, free_ports
 from waiting import wait_for
 
@@ -114,7 +114,7 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
 
 
 def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted, "TOKENS", 0)
+    monkeypatch.setattr(scripted_learner, "TOKENS", 0)
     with syncer_run(tmp_path, fragments=1, overlap=1) as run:
         learners, block = joined(run, "ab"), run.syncer.current.stall_monitor
 
@@ -185,7 +185,7 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
     port = free_ports()
     broker = Broker(BrokerConfig(port=port))
     broker.start()
-    run = SyncerRun(tmp_path, port, scripted.settings())
+    run = SyncerRun(tmp_path, port, settings())
     run.start()
     try:
         [a], block = joined(run, "a"), run.syncer.current.stall_monitor
@@ -205,7 +205,7 @@ def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connecti
 ) -> None:
     monkeypatch.setattr(loop, "ECHO_SECONDS", 0.5)
     with BrokerChild() as broker:
-        run = SyncerRun(tmp_path, broker.address.port, scripted.settings())
+        run = SyncerRun(tmp_path, broker.address.port, settings())
         run.start()
         try:
             [learner] = joined(run, "a")

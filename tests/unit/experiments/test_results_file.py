@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -120,33 +118,6 @@ def test_two_comparisons_do_not_write_to_one_file(tmp_path: Path) -> None:
     with Results(tmp_path, PAIR, "text").exclusive(), pytest.raises(SettingError, match="by another comparison; wait"):
         run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
     assert (tmp_path / "pair.jsonl").read_bytes() == b""
-
-
-def test_on_a_full_disk_a_comparison_stops_and_loses_what_it_cannot_keep_and_no_more(tmp_path: Path) -> None:
-    Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
-    size = (tmp_path / "pair.jsonl").stat().st_size
-    code = f"""
-import resource, signal, math, sys
-from pathlib import Path
-from dataclasses import replace
-from decoupled_diloco.common.config import TaskSettings
-from decoupled_diloco.common.errors import DilocoError
-from decoupled_diloco.experiments import methods, runner, suites
-task = TaskSettings(layers=1, width=32, sequence_length=32, batch_sequences=4)
-cells = tuple(methods.Cell(name=str(n), method="lone", learners=1, steps=2, task=task) for n in range(4))
-suite = suites.Suite(name="pair", asks="?", cells=cells)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({size} + 40, {size} + 40))
-said = []
-try:
-    runner.run(suite, Path({str(tmp_path)!r}), data=None, seeds=1, jobs=1, minutes=math.inf, report=said.append)
-except DilocoError as wrong:
-    print(wrong, said)
-"""
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
-    assert "pair.jsonl cannot be written: " in done.stdout, done.stderr
-    assert done.stdout.endswith("[]\n"), "nothing is said to be kept"
-    assert [r["seed"] for r in Results(tmp_path, PAIR, "text").rows] == [0]
 
 
 def test_a_foreign_file_is_not_touched(tmp_path: Path) -> None:

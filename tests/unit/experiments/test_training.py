@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,35 +143,10 @@ def test_all_methods_draw_the_same_data_for_a_seed() -> None:
     assert not any(torch.equal(one, other) for one, other in zip(drawn, others, strict=True))
 
 
-def test_a_cell_that_cannot_be_trained_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
-    impossible = replace(OURS, name="impossible", settings={"quorum": 9})
-    diverges = replace(THEIRS, name="diverges", task=replace(TASK, inner_lr=1e30))
-    all_three = replace(PAIR, cells=(impossible, diverges, THEIRS), contrasts=())
-    said: list[str] = []
-    results, failed = run(all_three, tmp_path, data=None, seeds=1, jobs=2, minutes=math.inf, report=said.append)
-    assert failed == ["impossible, seed 0", "diverges, seed 0"]
-    assert [r["name"] for r in results.rows] == ["theirs"]
-    assert len(said) == 3
-    assert any("not finite" in sentence for sentence in said)
-
-
 def test_a_text_that_is_too_small_to_hold_anything_out_judges_nobody(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text("all that there is, " * 9)
     with pytest.raises(SettingError, match="too small to hold anything out"):
         run(PAIR, tmp_path, data=tmp_path / "small.txt", seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
-
-
-def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
-    # two jobs: when one has just ended, another one is under way
-    command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "compare", "--jobs", "2", "--out", str(tmp_path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    assert "(23 of 24 left)" in child.stderr.readline()
-    child.send_signal(signal.SIGINT)
-    rest = child.communicate()[1]
-    assert child.returncode == 130, rest
-    assert "what is being trained is finished and kept" in rest
-    assert (tmp_path / "quick.jsonl").read_text().count("\n") == 1 + rest.count(" left)") >= 2
 
 
 @pytest.mark.parametrize(
@@ -197,13 +169,3 @@ def test_another_setting_is_another_cell_and_a_default_that_is_spelled_out_is_no
               replace(OURS, task=replace(TASK, inner_lr=1.0)), replace(OURS, name="another")]  # fmt: skip
     assert len({cell.identity for cell in [OURS, *others]}) == 5
     assert OURS.identity == replace(OURS, settings={**OURS.settings, "outer_lr": 1.0}, learners=2).identity
-
-
-def test_nobody_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "compare", "--jobs", "2", "--out", str(tmp_path)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    assert child.stderr.readline()
-    child.kill()
-    rest = child.communicate()[1]  # ends when everybody has gone who held the pipe
-    assert "Traceback" not in rest
