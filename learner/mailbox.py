@@ -139,7 +139,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def fail(self, failure: DilocoError) -> None:
-        """The network thread cannot go on; the session's next call raises `failure`. The first failure counts."""
+        """The network thread cannot continue; the session's next call raises `failure`. The first failure counts."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()

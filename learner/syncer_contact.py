@@ -61,7 +61,7 @@ class SyncerContact:
         self._proven_at = now
 
     def log_silence(self, now: float) -> None:
-        """Log that no beat comes, or that the broker accepts no message: early, then ever more rarely."""
+        """Log that no beat comes, or that the broker accepts no message: early, then at growing intervals."""
         silent = self.silent_seconds(now)
         if self._no_beat.report_due(silent):
             log.warning("syncer_silent", learner=self._me.name, seconds=round(silent, 1),
@@ -82,6 +82,6 @@ class SyncerContact:
             return f"{silence}; the model shown stays at its newest version and is updated once beats come again"
         limit = self._config.orphan_timeout_seconds
         return (
-            f"{silence}; {self._me.name} goes on training, sends once beats come again, and saves its parameters and "
-            f"ends after {limit:g} s"
+            f"{silence}; {self._me.name} continues training, sends once beats arrive again, and saves its parameters "
+            f"and ends after {limit:g} s"
         )

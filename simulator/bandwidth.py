@@ -32,7 +32,7 @@ Method = Literal["data-parallel", "diloco", "streaming", "decoupled"]
 METHODS: tuple[Method, ...] = ("data-parallel", "diloco", "streaming", "decoupled")
 BITS: dict[str, int] = {"f32": 32, "bf16": 16, "int8": 8, "int4": 4}
 PUBLISHED_SYNC_EVERY, PUBLISHED_HIDDEN_STEPS = 100.0, 36.5
-"""What the paper's decoupled figures imply: one model in so many steps, of which so many hide its transfer."""
+"""What the paper's decoupled figures imply: one model in a number of steps, of which a part hides its transfer."""
 BACKWARD_SHARE = 2 / 3
 """Of a step: the backward pass, behind which data-parallel hides its all-reduce."""
 

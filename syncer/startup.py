@@ -84,7 +84,7 @@ def _refuse_foreign(components: Components, run: RunState, survey: KnownEpochs) 
 
 
 def _resume(components: Components, run: RunState, restored: Restored, survey: KnownEpochs) -> None:
-    """Contents are the checkpoint's; versions go on above everything that anybody has seen."""
+    """Contents are the checkpoint's; versions continue above every version that any process has received."""
     state, telemetry = restored.state, components.telemetry
     for warning in restored.warnings:
         telemetry.warn("checkpoint_damaged", sentence=warning)

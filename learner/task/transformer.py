@@ -131,7 +131,7 @@ def sample(model: Transformer, prompt: bytes, count: int, temperature: float = 0
     """Sample `count` bytes after `prompt` (which is not part of the result); a function of `seed`.
 
     The model sees the last `sequence_length` bytes. Temperature 0 takes the most likely byte each time. An empty prompt
-    stands for a new line.
+    represents a newline.
     """
     device = next(model.parameters()).device
     random = torch.Generator().manual_seed(seed)

@@ -62,7 +62,7 @@ def _log(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("option", ["--broker-port", "--redis-port"])
-def test_a_port_that_somebody_has_is_named_and_nothing_is_begun(tmp_path: Path, option: str) -> None:
+def test_a_port_that_another_process_has_is_named_and_nothing_is_begun(tmp_path: Path, option: str) -> None:
     port = free_ports() + 2  # not one that the system gives away: a neighbour of such a port may be taken too
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -94,7 +94,7 @@ def test_a_run_in_a_place_of_umlauts_blanks_and_pictures_needs_no_locale(tmp_pat
     assert {"model.safetensors", "loss.png", "metrics.csv"} <= {path.name for path in folder.iterdir()}
 
 
-def test_a_learner_that_finds_no_broker_says_so_every_few_seconds_and_gives_up_in_time(lonely: Process) -> None:
+def test_a_learner_that_finds_no_broker_reports_it_every_few_seconds_and_gives_up_in_time(lonely: Process) -> None:
     assert lonely.wait(60) == 3
     waits = [line for line in lonely.output.splitlines() if " waiting " in line]
     assert len(waits) == 2, lonely.output

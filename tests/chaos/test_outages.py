@@ -62,7 +62,7 @@ def test_what_is_taken_from_the_store_is_there_again_within_a_beat_or_two(run: R
     assert not run.events("syncer", "lost"), "nobody is thrown out because the store forgot"
 
 
-def test_a_store_that_stands_still_stops_nobody(run: Run) -> None:
+def test_a_store_that_does_not_move_does_not_stop_the_run(run: Run) -> None:
     pids = run.pids()
     with run.frozen("store"):
         wait_for(lambda: _missed(run), "the syncer misses the store")
@@ -96,7 +96,7 @@ def test_a_learner_that_slept_through_many_versions_takes_the_current_state_and_
     assert not run.events("learner-1", "not_finite")
 
 
-def test_a_live_name_is_refused_to_a_second_learner_and_the_first_goes_on(run: Run) -> None:
+def test_a_live_name_is_refused_to_a_second_learner_and_the_first_continues(run: Run) -> None:
     incarnation, joined = run.learner("learner-2")["incarnation"], run.learner("learner-2")["joined_at"]
     merged = run.merged_of("learner-2")
     with join(run, "learner-2") as second:

@@ -21,7 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run.wait_until_training()
 
 
-def test_one_of_two_is_killed_the_run_says_so_and_goes_on_with_its_replacement(run: Run) -> None:
+def test_one_of_two_is_killed_the_run_reports_it_and_continues_with_its_replacement(run: Run) -> None:
     before = run.learner("learner-2")["incarnation"]
     run.kill("learner-2")
     wait_for(lambda: run.redis_hash("dd:it:run")["quorum_state"] == "1 of 2", "it says that it is below the quorum")

@@ -60,7 +60,7 @@ def test_training_is_seen_through_redis_cli(project: Project) -> None:
     assert all(name.startswith("learner-") for name in project.learners()), project.learners()
 
 
-def test_only_the_broker_is_reachable_and_nobody_may_more_than_he_needs(project: Project) -> None:
+def test_only_the_broker_is_reachable_and_nobody_may_more_than_it_needs(project: Project) -> None:
     rows = project.containers()
     by_service: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -113,7 +113,7 @@ def test_two_more_learners_join_in_mid_run_and_leave_again(project: Project) -> 
 
 
 @pytest.mark.parametrize("service", ["learner", "broker", "syncer", "redis"])
-def test_whoever_crashes_comes_back_and_training_goes_on(project: Project, service: str) -> None:
+def test_a_process_that_crashes_comes_back_and_training_continues(project: Project, service: str) -> None:
     before = project.wait_for_merges()
     victim = project.containers(service)[0]
     project.kill(victim["Id"])
@@ -170,9 +170,7 @@ def test_learners_of_another_project_join_through_this_machine_s_address(project
     wait_for(lambda: len(project.learners()) == 2, "only the own ones are here again", START_SECONDS)
 
 
-def test_an_endless_message_ends_the_broker_at_its_memory_limit_and_everybody_goes_on(
-    project: Project, place: Path
-) -> None:
+def test_an_endless_message_ends_the_broker_at_its_memory_limit_and_all_continue(project: Project, place: Path) -> None:
     before = project.wait_for_merges()
     key = key_of(project, "mallory", place)
     (broker,) = project.containers("broker")
@@ -203,7 +201,7 @@ def test_everybody_is_found_healthy_by_a_round_trip(project: Project) -> None:
     wait_for(lambda: not ill(), "all are healthy", START_SECONDS)
 
 
-def test_what_is_stopped_is_saved_and_goes_on_at_the_same_version_after_down_and_up(project: Project) -> None:
+def test_what_is_stopped_is_saved_and_continues_at_the_same_version_after_down_and_up(project: Project) -> None:
     before = project.wait_for_merges()
     hidden = secrets_of(project)
     project.compose("stop")

@@ -25,7 +25,7 @@ def test_with_the_gpu_overlay_learners_get_a_gpu_and_cuda(base: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["broker", "key_file"])
-def test_learners_elsewhere_are_told_what_they_lack(missing: str) -> None:
+def test_learners_elsewhere_are_informed_what_they_lack(missing: str) -> None:
     given = {"broker": "tcp://a:5550", "key_file": "/far.key"}
     del given[missing]
     with Project(files=["compose/compose.remote.yaml"]) as project:

@@ -228,7 +228,7 @@ def altered(message: Message, what: str, how: Any) -> Frames:
 
 
 # --- who sends -------------------------------------------------------------------------------------------------------
-def test_a_learner_that_sends_anything_harms_nobody(live: Live) -> None:
+def test_a_learner_that_sends_anything_does_no_harm(live: Live) -> None:
     with Insider(live.run, live.run.files["mallory"]) as mallory:
         mallory.join()
 
@@ -242,7 +242,7 @@ def test_a_learner_that_sends_anything_harms_nobody(live: Live) -> None:
     assert {"header", "field", "frames", "checksum"} <= reasons, "hardly anything reached the syncer"
 
 
-def test_what_no_decoder_takes_harms_nobody_even_from_the_syncer(live: Live) -> None:
+def test_what_no_decoder_takes_does_no_harm_even_from_the_syncer(live: Live) -> None:
     with Insider(live.run, live.run.files["syncer"]) as twin:
         kinds = ["beat", "call", "welcome", "fragment", "keyframe"]
 
@@ -260,7 +260,7 @@ def test_what_no_decoder_takes_harms_nobody_even_from_the_syncer(live: Live) -> 
         assert for_seconds(SHARES["syncer"], live, changes(), send) > 100
 
 
-def test_subscriptions_of_any_kind_harm_nobody(live: Live) -> None:
+def test_subscriptions_of_any_kind_do_no_harm(live: Live) -> None:
     with Insider(live.run, live.run.files["nosy"]) as nosy:
         sockets = [nosy.socket(zmq.XSUB, nosy.address.control_out), nosy.socket(zmq.XSUB, nosy.address.bulk_out)]
         whole = [f"{RUN}/call/", "_/beat/", "", f"{RUN}/", f"{RUN}/delta/", "other/beat/", f"{RUN}/welcome/nosy/"]
@@ -279,7 +279,7 @@ def test_subscriptions_of_any_kind_harm_nobody(live: Live) -> None:
             socket.close()
 
 
-def test_a_stranger_s_bytes_at_the_ports_harm_nobody(live: Live) -> None:
+def test_a_stranger_s_bytes_at_the_ports_do_no_harm(live: Live) -> None:
     greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01"
     curve, null = (name.ljust(20, b"\0") + b"\0" * 32 for name in (b"CURVE", b"NULL"))
     hello = b"\x04\xc8\x05HELLO\x01\x00" + b"\0" * 72

@@ -38,7 +38,7 @@ def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
     assert (tmp_path / "quick.jsonl").read_text().count("\n") == 1 + rest.count(" left)") >= 2
 
 
-def test_nobody_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> None:
+def test_no_process_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "decoupled_diloco.cli", "compare", "--jobs", "2", "--out", str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None

@@ -75,7 +75,7 @@ class Meanwhile:
 
 
 # --- old messages ----------------------------------------------------------------------------------------------------
-def test_an_insider_who_repeats_what_the_syncer_said_is_heard_by_nobody(run: KeyedRun, mallory: Insider) -> None:
+def test_an_insider_that_repeats_what_the_syncer_said_is_not_delivered(run: KeyedRun, mallory: Insider) -> None:
     bulk = SubscribeSocket(mallory.context, mallory.address.bulk_out, hwm_messages=1000, key=mallory.key)
     for kind in ("fragment", "keyframe"):
         bulk.subscribe(prefix(RUN, kind))
@@ -98,7 +98,7 @@ def test_an_insider_who_repeats_what_the_syncer_said_is_heard_by_nobody(run: Key
     assert not [row for row in denied if row.get("message") in ("beat", "call", "fragment", "keyframe")]
 
 
-def test_an_insider_who_repeats_his_own_answer_is_counted_once(run: KeyedRun, mallory: Insider) -> None:
+def test_an_insider_that_repeats_its_own_answer_is_counted_once(run: KeyedRun, mallory: Insider) -> None:
     """Also much later, when nobody remembers the round: what covers work that is in the model is not merged again."""
     mallory.join()
     who: dict[str, Any] = {"run": RUN, "name": "mallory", "incarnation": mallory.incarnation}
@@ -187,7 +187,9 @@ class Tap:
         self._listener.close()
 
 
-def test_who_reads_the_network_sees_no_word_and_what_he_plays_again_is_heard_by_nobody(run: KeyedRun) -> None:
+def test_an_eavesdropper_who_reads_the_network_sees_no_word_and_what_it_plays_again_is_not_delivered(
+    run: KeyedRun,
+) -> None:
     taps = [Tap(("127.0.0.1", run.address.port + offset)) for offset in range(4)]
     try:
         with TappedInsider(run, taps) as mallory:

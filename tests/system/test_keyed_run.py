@@ -86,7 +86,7 @@ def test_syncer_learners_and_evaluator_train_a_run_with_one_key_each(site: Site)
     assert {row.part for row in read_evaluations(site.place / "runs" / "it")} == {"A", "B"}
 
 
-def test_who_has_no_good_key_is_told_so_and_ends_when_the_join_times_out(site: Site) -> None:
+def test_a_client_that_has_no_good_key_is_notified_and_ends_when_the_join_times_out(site: Site) -> None:
     unknown = site.key("learner", "u", known=False)
     without = site.learner("a", "--join-timeout", "10")
     wrong = site.learner("u", "--key", unknown, "--join-timeout", "10")
@@ -98,7 +98,7 @@ def test_who_has_no_good_key_is_told_so_and_ends_when_the_join_times_out(site: S
     assert "waiting" in wrong.output  # it was reported before it ended, too
 
 
-def test_a_syncer_that_is_refused_says_so_while_it_waits(site: Site) -> None:
+def test_a_syncer_that_is_refused_reports_it_while_it_waits(site: Site) -> None:
     syncer = site.start(by_hand.syncer(site.place, site.broker))
     syncer.wait_for_output("wants a key: give --key FILE", SECONDS)
 
@@ -111,7 +111,7 @@ def test_a_syncer_that_is_refused_says_so_while_it_waits(site: Site) -> None:
     ],
     ids=["name", "run"],
 )
-def test_a_key_that_does_not_serve_is_told_before_anything_starts(
+def test_a_key_that_does_not_serve_is_reported_before_anything_starts(
     site: Site, name: str, more: list[str], said: str
 ) -> None:
     learner = site.learner(name, "--key", site.key("learner", "a"), *more)
@@ -119,7 +119,7 @@ def test_a_key_that_does_not_serve_is_told_before_anything_starts(
     assert said in learner.error_sentence
 
 
-def test_a_learner_that_is_revoked_is_told_so_and_the_others_go_on(site: Site) -> None:
+def test_a_learner_that_is_revoked_is_notified_and_the_others_continue(site: Site) -> None:
     site.syncer()
     good = site.learner("good", "--key", site.key("learner", "good"))
     bad = site.learner("bad", "--key", site.key("learner", "bad"), "--orphan-timeout", "5")

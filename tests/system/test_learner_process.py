@@ -83,7 +83,7 @@ def ended(process: subprocess.Popen[str]) -> int:
     return process.returncode
 
 
-def test_a_learner_without_enough_text_says_so_and_never_introduces_itself(run: TextRun, tmp_path: Path) -> None:
+def test_a_learner_without_enough_text_reports_it_and_never_introduces_itself(run: TextRun, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_bytes(b"x" * 32)
     with pytest.raises(SettingError, match=r"short\.txt holds 32 tokens .* needs 33;"):
         main(config(run), data=tmp_path / "short.txt")
@@ -169,7 +169,7 @@ def test_the_evaluator_judges_version_zero_and_the_final_model_and_ends(book: Pa
     assert json.loads((book.parent / "text.json").read_text())["sha256"] == run.data_hash
 
 
-def test_an_evaluator_with_another_text_than_the_run_is_told_so(run: TextRun, book: Path) -> None:
+def test_an_evaluator_with_another_text_than_the_run_is_notified(run: TextRun, book: Path) -> None:
     run.data_hash = "ab" * 32
     with pytest.raises(SettingError, match=r"run text trains another text than .*book\.txt; give the same --data"):
         evaluate_run(config(run), book, 1.0)

@@ -139,7 +139,7 @@ def test_what_is_seen_is_fresh(asked: Asked) -> None:
     wait_for(fresh, "the last full write was a moment ago")
 
 
-def test_a_learner_that_stands_still_is_not_here_and_is_the_one_behind(asked: Asked, sleeper: str) -> None:
+def test_a_learner_that_does_not_move_is_not_here_and_is_the_one_behind(asked: Asked, sleeper: str) -> None:
     wait_for(lambda: asked.answer("Who is here?") == ["learner-1"], "it is not here")
     wait_for(lambda: asked.answer("Who is behind?")[0] == sleeper, "it is the one behind", 60)
     rows = asked.answer("Who is behind?")
@@ -149,7 +149,7 @@ def test_a_learner_that_stands_still_is_not_here_and_is_the_one_behind(asked: As
     assert float(rows[2]) > 0
 
 
-def test_what_happened_in_the_last_minute_is_told_and_nothing_older(asked: Asked, sleeper: str) -> None:
+def test_what_happened_in_the_last_minute_is_reported_and_nothing_older(asked: Asked, sleeper: str) -> None:
     question = "What happened in the last minute?"
     wait_for(lambda: "lost" in asked.answer(question), "the loss is told")
     said = asked.answer(question)

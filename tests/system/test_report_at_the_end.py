@@ -74,7 +74,7 @@ def test_an_evaluator_whose_syncer_is_back_to_tell_the_end_ends_well(finished: t
         check_shown(place, again)
 
 
-def test_without_its_run_an_evaluator_of_one_that_goes_on_is_at_a_loss(finished: tuple[Path, Process]) -> None:
+def test_without_its_run_an_evaluator_of_one_that_continues_is_at_a_loss(finished: tuple[Path, Process]) -> None:
     place, _ = finished
     folder = RunFolder(place / "runs" / "it")
     setup = (folder.path / "settings.json").read_text()

@@ -107,7 +107,7 @@ def test_a_store_that_does_not_end_costs_one_warning_and_not_the_run(
 
 
 @pytest.mark.parametrize("login", ["", ":geheim@", "nobody@"])
-def test_a_syncer_with_a_wrong_password_says_so_in_one_sentence_and_makes_no_run(
+def test_a_syncer_with_a_wrong_password_reports_it_in_one_sentence_and_makes_no_run(
     tmp_path: Path, guarded: Guarded, login: str
 ) -> None:
     url = f"redis://{login}127.0.0.1:{guarded.store.port}/0"
@@ -127,7 +127,7 @@ def test_to_stop_a_store_that_there_is_not_is_refused(tmp_path: Path) -> None:
         assert "--stop-redis needs --redis" in served.error_sentence
 
 
-def test_the_password_stands_in_no_command_line_and_no_log(tmp_path: Path, guarded: Guarded) -> None:
+def test_the_password_appears_in_no_command_line_and_no_log(tmp_path: Path, guarded: Guarded) -> None:
     with running_broker() as broker, syncer(tmp_path, broker, redis=guarded.url) as served:
         wait_for(lambda: guarded.client.hget("dd:it:run", "state") == "waiting", "the syncer is in the store", 60)
         arguments = Path(f"/proc/{served.pid}/cmdline").read_bytes()

@@ -73,7 +73,9 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     assert not store.running
 
 
-def test_a_free_port_that_somebody_takes_first_is_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_that_another_process_takes_first_is_exchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = store_module._free_port
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = iter([other.getsockname()[1]])

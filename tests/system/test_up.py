@@ -37,7 +37,7 @@ def test_a_run_ends_with_one_line_of_json_and_nothing_else_on_stdout(finished: R
     assert figures["model_hash"]
 
 
-def test_a_run_whose_display_is_closed_goes_on_and_logs_it(finished: Run) -> None:
+def test_a_run_whose_display_is_closed_continues_and_logs_it(finished: Run) -> None:
     lost = [(event["stream"], event["reason"]) for event in finished.events("up", "display_lost")]
     assert lost == [("stderr", "Broken pipe")]
 

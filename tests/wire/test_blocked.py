@@ -113,7 +113,7 @@ def test_one_of_three_beyond_the_usual_norm_blocks_a_quorum_of_three_and_is_name
         assert kinds == ["unblocked"]
 
 
-def test_a_run_whose_learners_report_no_tokens_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_learners_report_no_tokens_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted_learner, "TOKENS", 0)
     with syncer_run(tmp_path, fragments=1, overlap=1) as run:
         learners, block = joined(run, "ab"), run.syncer.current.stall_monitor
@@ -181,7 +181,7 @@ def test_a_learner_that_was_chosen_to_begin_the_run_and_sends_nothing_is_named(r
     wait_for(trains([a], {}, lambda: not block.text), "it moves")
 
 
-def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
+def test_a_broker_that_is_away_is_reported_and_its_return(tmp_path: Path) -> None:
     port = free_ports()
     broker = Broker(BrokerConfig(port=port))
     broker.start()
@@ -200,7 +200,7 @@ def test_a_broker_that_is_away_is_told_and_its_return(tmp_path: Path) -> None:
         broker.stop()
 
 
-def test_a_broker_that_stands_still_is_named_by_the_syncer_although_its_connections_are_open(
+def test_a_broker_that_does_not_move_is_named_by_the_syncer_although_its_connections_are_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "ECHO_SECONDS", 0.5)

@@ -101,7 +101,7 @@ def test_without_a_key_the_beat_is_of_any_run_or_of_the_one_that_is_named(beatin
             ping(address, run="other", wants_beat=True, timeout_seconds=0.5)
 
 
-def test_who_is_refused_or_hears_nothing_is_told_so(tmp_path: Path) -> None:
+def test_a_client_that_is_refused_or_receives_nothing_is_notified(tmp_path: Path) -> None:
     file = key_file(tmp_path, "learner")
     with broker(tmp_path / "keys") as address, pytest.raises(PeerLost, match=r"wants a key: give --key FILE"):
         ping(address, timeout_seconds=4)

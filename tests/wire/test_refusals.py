@@ -121,7 +121,7 @@ def test_an_unknown_key_is_refused_and_taken_once_it_is_known(place: Place) -> N
             assert comes_back(mine)
 
 
-def test_a_key_of_another_broker_is_told_from_one_that_is_unknown(place: Place) -> None:
+def test_a_key_of_another_broker_is_distinguished_from_one_that_is_unknown(place: Place) -> None:
     with keyed(place) as address, lines(address, place.new(broker="elsewhere")) as mine:
         wait_for_refusal(mine, Refusal.OTHER_BROKER)
 
@@ -137,7 +137,7 @@ def test_a_refusal_is_forgotten_when_the_broker_has_gone_or_has_changed_its_mind
             assert comes_back(mine)
 
 
-def test_who_holds_a_good_key_goes_on_when_somebody_elses_is_revoked(place: Place) -> None:
+def test_a_client_that_holds_a_good_key_continues_when_another_one_is_revoked(place: Place) -> None:
     with keyed(place) as address, lines(address, place.new()) as mine, lines(address, place.new(name="b")) as other:
         wait_for_refusal(mine, None)
         wait_for_refusal(other, None)

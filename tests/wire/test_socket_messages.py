@@ -272,7 +272,7 @@ def test_senders_with_invented_names_and_numbers_cost_a_receiver_bounded_memory(
         assert down.gaps <= 2**53, "our own reports of it must stay sendable"
 
 
-def test_malformed_messages_are_counted_by_reason_told_and_skipped() -> None:
+def test_malformed_messages_are_counted_by_reason_reported_and_skipped() -> None:
     told: list[tuple[bytes, str]] = []
     with broker_here() as (_, address), context() as made:
         down = downlink(

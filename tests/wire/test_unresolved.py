@@ -23,7 +23,7 @@ NOWHERE = "tcp://nowhere.invalid:5550"
 SENTENCE = r"host name nowhere\.invalid cannot be resolved \(.*\); is it spelled right\?"
 
 
-def test_who_looks_for_a_broker_whose_name_leads_nowhere_says_so(tmp_path: Path) -> None:
+def test_a_process_that_looks_for_a_broker_whose_name_leads_nowhere_reports_it(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match=SENTENCE):
         ping(NOWHERE, timeout_seconds=0.3)
     with pytest.raises(PeerLost, match=SENTENCE):

@@ -183,7 +183,7 @@ def test_a_shown_url_hides_the_password(url: str, shown: str) -> None:
     assert redact_url(url) == shown
 
 
-def test_a_user_who_may_not_write_is_told(guarded: EmbeddedRedis) -> None:
+def test_a_user_who_may_not_write_is_reported(guarded: EmbeddedRedis) -> None:
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
     admin.execute_command("ACL", "SETUSER", "reader", "on", "+@read", "+ping", "~dd:*", ">p")
     admin.close()
@@ -310,7 +310,7 @@ def test_a_store_that_hides_its_settings_or_is_away_gets_no_advice(guarded: Embe
     assert redis_advice("redis://127.0.0.1/0?password_file=/nowhere") == []
 
 
-def test_a_full_store_is_told(pair: RegistryAndRedis) -> None:
+def test_a_full_store_is_reported(pair: RegistryAndRedis) -> None:
     pair.client.config_set("maxmemory", 1)
     pair.registry.publish_run(step=1)
     wait_for(lambda: pair.logged("registry_lost"), "the refusal is told")

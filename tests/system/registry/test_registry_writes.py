@@ -86,7 +86,7 @@ def test_two_runs_with_a_common_prefix_do_not_mix(pair: RegistryAndRedis) -> Non
     assert list_runs(pair.store.url) == ["run2"]
 
 
-def test_a_forgotten_learner_is_gone_and_begins_anew(full_pair: RegistryAndRedis) -> None:
+def test_a_forgotten_learner_is_gone_and_starts_again(full_pair: RegistryAndRedis) -> None:
     full_pair.registry.forget_learner("a")
     wait_for(lambda: full_pair.client.zrange(KEYS.learners, 0, -1) == ["b"], "the learner left the set")
     assert not full_pair.client.exists(KEYS.learner("a"))
@@ -95,7 +95,7 @@ def test_a_forgotten_learner_is_gone_and_begins_anew(full_pair: RegistryAndRedis
     assert not full_pair.logged("registry_lost")
 
 
-def test_a_flushed_store_is_whole_again_and_one_warning_says_so(full_pair: RegistryAndRedis) -> None:
+def test_a_flushed_store_is_whole_again_and_one_warning_reports_it(full_pair: RegistryAndRedis) -> None:
     before = full_pair.seen()
     full_pair.client.flushall()
     wait_for(lambda: full_pair.seen() == before, "everything is written anew")
@@ -234,7 +234,7 @@ def test_the_stream_is_capped(pair: RegistryAndRedis) -> None:
     assert pair.client.xlen(KEYS.events) < STREAM_EVENTS + 1_000
 
 
-def test_a_key_of_another_type_is_told_and_the_rest_goes_on(full_pair: RegistryAndRedis) -> None:
+def test_a_key_of_another_type_is_reported_and_the_rest_continues(full_pair: RegistryAndRedis) -> None:
     full_pair.client.set(KEYS.run, "mine")
     full_pair.registry.publish_fragment(0, version=99)
     wait_for(lambda: full_pair.logged("registry_lost"), "the refusal is told")

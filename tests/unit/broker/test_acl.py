@@ -78,7 +78,7 @@ def test_replicas_share_a_key_up_to_the_longest_name() -> None:
     assert not rule.fits(topic("alive", 41 * "x"))
 
 
-def test_what_is_no_topic_at_all_is_told_from_what_is_not_allowed() -> None:
+def test_what_is_no_topic_at_all_is_distinguished_from_what_is_not_allowed() -> None:
     assert refusal("learner", Plane.CONTROL, b"nonsense") == "topic"
     assert refusal("learner", Plane.CONTROL, b"run/alive/bob/more/") == "topic"
     assert refusal("learner", Plane.CONTROL, b"run/alive/bob/\n") == "topic"
@@ -107,7 +107,7 @@ def test_an_observer_s_hello_is_one_of_an_observer(header: bytes, may: bool) -> 
 
 
 @pytest.mark.parametrize("called", sorted(MESSAGES))
-def test_whoever_is_called_like_a_kind_of_message_is_served_like_everybody(called: str) -> None:
+def test_a_learner_named_like_a_kind_of_message_is_served_like_any_other(called: str) -> None:
     grant = Grant(run=called, role="observer", name=called, public="")
     gate = AccessControl(Plane.CONTROL, lambda _: grant)
     for kind in ("fetch", "ping"):
@@ -157,7 +157,7 @@ def test_a_subscription_wider_than_what_is_allowed_is_refused(role: Role, prefix
 
 
 @pytest.mark.parametrize("role", ["learner", "observer"])
-def test_whoever_shares_a_name_hears_the_welcome_of_all_who_do(role: Role) -> None:
+def test_a_learner_that_shares_a_name_hears_the_welcome_of_all_who_do(role: Role) -> None:
     for prefix in (b"run/welcome/bob/", b"run/welcome/bob-1/", b"run/welcome/bob-", b"run/ping/bob-1/"):
         assert admits(role, prefix)
 
@@ -234,7 +234,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_whatever_is_asked_and_taken_back_in_whatever_order_nothing_is_kept_for_ever(steps: list[Any]) -> None:
+def test_whatever_is_asked_and_taken_back_in_whatever_order_nothing_is_kept_forever(steps: list[Any]) -> None:
     table, asked = Subscriptions(), []
     for user, prefix in steps:
         if user is not None:
@@ -276,6 +276,6 @@ def test_so_many_messages_of_a_key_pass_at_once_and_then_so_many_a_second_whatev
     assert all(allowance.take("bob", 5.0) for _ in range(30))
 
 
-def test_who_sends_less_than_the_allowance_is_never_kept_waiting() -> None:
+def test_a_client_that_sends_less_than_the_allowance_is_never_kept_waiting() -> None:
     allowance = RateLimit(a_second=10, at_once=30)
     assert all(allowance.take("bob", i / 9) for i in range(10_000))

@@ -331,7 +331,7 @@ def test_a_syncer_refuses_to_begin_from_a_file_that_is_not_there(refuse: Refuse,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_finished_run_wants_more_steps_to_go_on(refuse: Refuse, stopped: RunFolder) -> None:
+def test_a_finished_run_wants_more_steps_to_continue(refuse: Refuse, stopped: RunFolder) -> None:
     (stopped.path / "summary.json").write_text(json.dumps({"state": "finished", "t": 100, "steps": 100}))
     assert "--steps" in refuse("up", "--resume", str(stopped.path))
 

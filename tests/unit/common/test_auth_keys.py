@@ -36,7 +36,7 @@ def test_a_key_comes_back_from_its_file_which_only_its_owner_may_read(tmp_path: 
     assert [entry.name for entry in path.parent.iterdir()] == ["bob.key"], "nothing is left beside it"
 
 
-def test_a_secret_stands_in_no_repr_and_in_no_grant(tmp_path: Path) -> None:
+def test_a_secret_appears_in_no_repr_and_in_no_grant(tmp_path: Path) -> None:
     key, ring = bob(tmp_path), KeyRing(tmp_path)
     for text in (repr(key), str(key), repr(key.grant), repr(ring), *map(repr, ring.grants)):
         assert key.secret not in text
@@ -72,7 +72,7 @@ def test_a_grant_knows_its_key_s_run_role_and_name(tmp_path: Path, role: str) ->
         "bob/": False, "bob-\n": False, "bob-" + 40 * "x": False, "eve": False,
     }.items(),
 )  # fmt: skip
-def test_a_holder_may_be_called_by_his_name_or_his_name_and_a_dash(tmp_path: Path, name: str, may: bool) -> None:
+def test_a_holder_may_be_called_by_its_name_or_its_name_and_a_dash(tmp_path: Path, name: str, may: bool) -> None:
     key = bob(tmp_path)
     assert key.may_be_called(name) is key.grant.may_be_called(name) is may
 
@@ -159,7 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("field", ["diloco_key", "run", "role", "name", "public", "secret", "broker"])
 @given(value=VALUES)
-def test_whatever_stands_in_a_field_it_fits_or_the_file_is_refused(folder: Path, field: str, value: object) -> None:
+def test_whatever_is_in_a_field_it_fits_or_the_file_is_refused(folder: Path, field: str, value: object) -> None:
     rows = json.loads((folder / "good.key").read_text()) | {field: value}
     (folder / "it.key").write_text(json.dumps(rows))
     try:
@@ -177,7 +177,7 @@ def test_missing_and_more_fields_are_refused(tmp_path: Path) -> None:
             Key.load(tmp_path / "it.key")
 
 
-def test_a_file_that_is_not_there_or_a_folder_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_a_folder_is_reported(tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(SettingError, match="cannot be read"):
             Key.load(path)
@@ -266,7 +266,7 @@ def test_a_grant_that_cannot_be_read_for_a_moment_stays_and_is_read_again(
     assert ring.grants == [new.grant, eve.grant]
 
 
-def test_a_folder_of_grants_that_cannot_be_looked_at_is_told(tmp_path: Path) -> None:
+def test_a_folder_of_grants_that_cannot_be_looked_at_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broker").mkdir()
     bob(tmp_path / "made")
     (tmp_path / "made" / "broker.key").rename(tmp_path / "broker" / "broker.key")
@@ -289,7 +289,7 @@ def test_a_grant_under_another_s_name_or_copied_opens_nothing(
     assert ring.grants == [key.grant]
 
 
-def test_when_all_grants_are_removed_nobody_is_left(tmp_path: Path) -> None:
+def test_when_all_grants_are_removed_no_key_is_left(tmp_path: Path) -> None:
     key = bob(tmp_path)
     ring = KeyRing(tmp_path)
     (tmp_path / "grants" / key.grant.file_name).unlink()

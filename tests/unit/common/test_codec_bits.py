@@ -107,7 +107,7 @@ def test_digests_are_those_of_the_little_endian_bytes() -> None:
     assert digest(torch.ones(2, dtype=torch.bfloat16)) == hashlib.sha256(bytes([0x80, 0x3F] * 2)).hexdigest()
 
 
-def test_the_sender_may_go_on_writing_where_it_encoded_from() -> None:
+def test_the_sender_may_continue_writing_where_it_encoded_from() -> None:
     theta, anchor = noise(ALIGN), noise(ALIGN, 1)
     payload = encode_delta("f32", anchor, theta)
     _, new = encode_step("f32", anchor, theta)

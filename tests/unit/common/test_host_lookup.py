@@ -62,7 +62,7 @@ def test_a_name_is_asked_again_and_what_it_leads_to_may_change() -> None:
     assert lookup.trouble(11.0, 11.0) == "", "what was asked before a connection went down says nothing of now"
 
 
-def test_a_resolver_that_does_not_answer_holds_nobody_up_and_is_named() -> None:
+def test_a_resolver_that_does_not_answer_delays_no_other_and_is_named() -> None:
     resolver = Resolver()
     resolver.open.clear()
     lookup = Lookup("broker", resolver)
@@ -99,7 +99,7 @@ def test_a_name_is_only_asked_for_while_the_connection_is_down() -> None:
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
-def test_an_address_in_figures_asks_nobody(host: str, family: socket.AddressFamily) -> None:
+def test_an_address_in_figures_needs_no_lookup(host: str, family: socket.AddressFamily) -> None:
     def names(_: str) -> Lookup:
         raise AssertionError("it was asked for")
 

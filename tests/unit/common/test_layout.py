@@ -19,7 +19,7 @@ VALUES = st.recursive(
 
 
 @given(place=st.integers(0, 5), value=VALUES)
-def test_whatever_stands_in_place_of_a_value_the_layout_is_whole_or_malformed(place: int, value: Any) -> None:
+def test_whatever_is_in_place_of_a_value_the_layout_is_whole_or_malformed(place: int, value: Any) -> None:
     row = [*GOOD[:place], value, *GOOD[place + 1 :]]
     try:
         layout = Layout.from_wire([row])
@@ -30,6 +30,6 @@ def test_whatever_stands_in_place_of_a_value_the_layout_is_whole_or_malformed(pl
 
 
 @given(VALUES)
-def test_whatever_stands_in_place_of_a_layout_is_malformed(rows: Any) -> None:
+def test_whatever_is_in_place_of_a_layout_is_malformed(rows: Any) -> None:
     with pytest.raises(Malformed):
         Layout.from_wire(rows)

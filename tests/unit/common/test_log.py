@@ -170,7 +170,9 @@ def test_a_full_disk_costs_lines_but_not_the_process(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.count("the log file cannot be written") == 1
 
 
-def test_a_terminal_that_is_gone_or_narrow_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_is_gone_or_narrow_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configure("syncer", json_file=tmp_path / "a")
     closed = io.StringIO()
     closed.close()

@@ -87,7 +87,7 @@ REASONS = {"pipe": "Broken pipe", "disk": "No space left on device", "terminal":
 
 
 @pytest.mark.parametrize("kind", REASONS)
-def test_a_display_that_cannot_be_written_is_given_up_and_the_work_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_display_that_cannot_be_written_is_given_up_and_the_work_continues(tmp_path: Path, kind: str) -> None:
     arguments = ["-c", WORK, "--log-file", "log", "work", *(["--live"] if kind != "disk" else [])]
     with descriptor(kind) as nowhere:
         done = run(tmp_path, arguments, out=nowhere, err=nowhere)

@@ -21,7 +21,7 @@ def test_a_preset_s_settings_go_together(name: Any) -> None:
     assert (settings == RunSettings()) == (name == "decoupled")
 
 
-def test_who_waits_for_all_must_know_how_many() -> None:
+def test_a_wait_for_all_must_know_how_many() -> None:
     with pytest.raises(SettingError, match="give their number as --quorum"):
         preset("diloco", None)
 
@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_syncer_goes_on_with_what_its_folder_has(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_syncer_continues_with_what_its_folder_has(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place / "runs" / "it"
     run.mkdir(parents=True)
     (run / "settings.json").write_text(json.dumps({}))
@@ -41,7 +41,7 @@ def test_a_syncer_goes_on_with_what_its_folder_has(place: Path, capsys: pytest.C
     assert "leave --preset out" in capsys.readouterr().err
 
 
-def test_up_goes_on_with_what_its_run_has(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_continues_with_what_its_run_has(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["up", "--resume", "it", "--preset", "diloco"]) == 2
     assert "leave --preset out" in capsys.readouterr().err
     assert not list(place.iterdir())

@@ -97,7 +97,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_what_stands_on_a_command_line_comes_back_printable(
+def test_what_is_on_a_command_line_comes_back_printable(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_what_stands_on_a_command_line_comes_back_printable(
     assert [line for line in err.splitlines()[:-1] if " settings " not in line] == []
 
 
-def test_what_stands_in_the_environment_comes_back_printable(
+def test_what_is_in_the_environment_comes_back_printable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ def said(silence: Silence, until: int) -> list[int]:
     return [second for second in range(until) if silence.report_due(float(second))]
 
 
-def test_a_silence_is_said_within_ten_seconds_then_ever_more_seldom_and_its_end_once() -> None:
+def test_a_silence_is_said_within_ten_seconds_then_at_growing_intervals_and_its_end_once() -> None:
     silence = Silence()
     assert FIRST_SECONDS < 10
     assert said(silence, 100) == [8, 16, 32, 64]
@@ -33,7 +33,7 @@ def test_a_very_long_silence_is_still_said_from_time_to_time() -> None:
     assert len(times) < 45
 
 
-def test_what_goes_on_is_reported_at_once_then_after_pauses_that_double_up_to_the_longest() -> None:
+def test_what_continues_is_reported_at_once_then_after_pauses_that_double_up_to_the_longest() -> None:
     repeats = Repeats(1.0, 16.0)
     told = [t / 4 for t in range(4 * 100) if repeats.due(t / 4)]
     assert told == [0, 1, 3, 7, 15, 31, 47, 63, 79, 95]

@@ -64,7 +64,7 @@ NEEDS: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", NEEDS)
-def test_whoever_opens_sockets_names_the_limit_of_open_files_before_it_opens_any(what: str) -> None:
+def test_a_process_that_opens_sockets_names_the_limit_of_open_files_before_it_opens_any(what: str) -> None:
     work, said = NEEDS[what]
     before = open_files()
     with few_files(12), pytest.raises(LimitReached, match=rf"^{said} \d+ more open files: this .* \(ulimit -n\)"):
@@ -72,7 +72,7 @@ def test_whoever_opens_sockets_names_the_limit_of_open_files_before_it_opens_any
     assert open_files() == before
 
 
-def test_a_process_that_cannot_be_started_for_want_of_files_says_so(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_started_for_want_of_files_reports_it(tmp_path: Path) -> None:
     with few_files(2), pytest.raises(LimitReached, match=r"cannot be started .* \(ulimit -n\)"):
         spawn([sys.executable, "-c", "pass"], tmp_path / "err", threads=1)
 

@@ -47,7 +47,7 @@ def test_what_is_kept_of_a_gain_is_a_share_of_the_way_from_a_lone_learner_to_the
     ]  # fmt: skip
 
 
-def test_of_a_gain_that_is_not_shown_no_share_is_told() -> None:
+def test_of_a_gain_that_is_not_shown_no_share_is_reported() -> None:
     alone = replace(THEIRS, name="alone", method="lone")
     judged = replace(PAIR, cells=(OURS, THEIRS, alone), contrasts=(replace(PAIR.contrasts[0], alone="alone"),))
     rows = [row(cell, seed, loss) for cell, losses in ((OURS, (2.2, 2.2)), (THEIRS, (2.0, 2.0)), (alone, (1.9, 3.0)))
@@ -95,7 +95,7 @@ def test_what_is_trained_already_is_not_trained_again_and_other_settings_are_oth
     assert len(list(Results(tmp_path, changed, "text").missing(1))) == 2
 
 
-def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_goes_on_behind_it(tmp_path: Path) -> None:
+def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_continues_behind_it(tmp_path: Path) -> None:
     Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
     path = tmp_path / "pair.jsonl"
     path.write_bytes(path.read_bytes() + b'{"cell": "x')
@@ -145,7 +145,7 @@ def test_a_row_that_no_comparison_wrote_is_named(tmp_path: Path, column: str, va
         Results(tmp_path, PAIR, "text")
 
 
-def test_a_result_that_stands_there_twice_counts_once(tmp_path: Path) -> None:
+def test_a_result_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     lines = [row(OURS, 0, 2.0), row(OURS, 1, 2.1), row(OURS, 0, 3.0)]
     (tmp_path / "pair.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [(r["seed"], r["val_b"]) for r in Results(tmp_path, PAIR, "text").rows] == [(0, 2.0), (1, 2.1)]
@@ -180,7 +180,7 @@ def test_tables_and_pictures_are_made_from_the_results_alone(tmp_path: Path) -> 
     assert not paths[2].exists(), "of other results"
 
 
-def test_how_much_of_a_suite_is_missing_stands_above_its_table() -> None:
+def test_how_much_of_a_suite_is_missing_is_above_its_table() -> None:
     some = [row(OURS, seed, 2.0) for seed in range(3)]
     assert "; 3 seeds (3 of 16 trainings); " in markdown(PAIR, some)
     assert "; 3 seeds; " in markdown(replace(PAIR, cells=(OURS,), contrasts=(), seeds=3), some)

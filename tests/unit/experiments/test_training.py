@@ -101,7 +101,7 @@ def test_the_outer_step_changes_over_the_run_as_its_variant_says() -> None:
     assert [Ablation(sync_every_end=48).sync_every(settings, f) for f in (0.0, 0.5, 1.0)] == [24, 36, 48]
 
 
-def test_who_had_no_part_in_a_merge_keeps_its_progress_where_that_is_tried() -> None:
+def test_a_learner_that_had_no_part_in_a_merge_keeps_its_progress_where_that_is_tried() -> None:
     corpus = load_corpus(None, TASK.sequence_length)
     settings = replace(OURS, settings={**OURS.settings, "adopt": "rebase"}).run_settings(0)
     backend = TrainedModel(settings, TASK, corpus, variant=Ablation(keeps=True))

@@ -124,14 +124,14 @@ def test_while_it_asks_under_a_new_epoch_a_learner_says_nothing_else(joined: Tal
     assert Fetch in joined.kinds(101.6)
 
 
-def test_whoever_has_heard_the_end_tells_its_last_figures_says_goodbye_and_is_alive_no_more(joined: Talk) -> None:
+def test_a_learner_that_knows_the_end_tells_its_last_figures_says_goodbye_and_is_alive_no_more(joined: Talk) -> None:
     assert Alive in joined.kinds(101.3)
     joined.hear(beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR])), 101.4)
     joined.keyframe(5, 101.5)
     assert [joined.kinds(103.0 + second) for second in range(3)] == [[Alive, Goodbye], [Goodbye], [Goodbye]]
 
 
-def test_whoever_comes_after_the_end_has_nothing_to_report() -> None:
+def test_a_learner_that_comes_after_the_end_has_nothing_to_report() -> None:
     late = Talk()
     over = beat(state="finished", versions=(5,), model_hash=model_hash([VECTOR]))
     for plane in Plane:
@@ -156,14 +156,14 @@ def test_a_learner_that_was_forgotten_asks_to_be_let_in_again_and_takes_the_whol
     assert [arrival.public.version for arrival in waits.arrivals] == [4]
 
 
-def test_a_learner_in_training_never_gives_version_0_of_a_run_that_begins_anew(joined: Talk) -> None:
+def test_a_learner_in_training_never_gives_version_0_of_a_run_that_starts_again(joined: Talk) -> None:
     joined.hear(beat(epoch=2, versions=()), 101.0)
     joined.welcome(101.1, epoch=2, verdict="seed")
     assert isinstance(joined.mailbox.failure, Refused)
     assert "starts again from version 0" in str(joined.mailbox.failure)
 
 
-def test_a_learner_whose_name_another_one_has_meanwhile_is_told_so(joined: Talk) -> None:
+def test_a_learner_whose_name_another_one_has_meanwhile_is_notified(joined: Talk) -> None:
     joined.welcome(101.0, verdict="refused")
     assert isinstance(joined.mailbox.failure, Refused)
 
@@ -177,7 +177,7 @@ def test_a_learner_that_leaves_where_no_broker_listens_ends_soon(joined: Talk) -
     assert joined.core.over
 
 
-def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_on(
+def test_a_learner_whose_messages_are_rejected_reports_it_in_one_sentence_and_continues(
     joined: Talk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     welcome = Welcome(run="r", name="me", incarnation=7, epoch=1, verdict="notice", reason="delta norm: 3 (5 in a row)")
@@ -199,7 +199,7 @@ def test_a_learner_whose_messages_are_rejected_says_so_in_one_sentence_and_goes_
         ({"state": "stopping", "t": 590, "step_seconds": 0.5}, False),
     ],
 )
-def test_an_orphan_of_a_run_that_has_probably_finished_is_told_how_to_get_its_model(
+def test_an_orphan_of_a_run_that_has_probably_finished_is_informed_how_to_get_its_model(
     joined: Talk, last: dict[str, Any], ended: bool
 ) -> None:
     joined.hear(beat(**last), 101.0)
@@ -238,8 +238,8 @@ def test_the_silence_of_the_syncer_is_logged_soon_and_seldom_with_what_the_learn
         assert [row["seconds"] for row in said] == [8, 16, 32]
         assert said[0]["level"] == "warning"
         assert said[0]["sentence"] == (
-            "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me goes on training, sends once "
-            "beats come again, and saves its parameters and ends after 60 s"
+            "no beat of run r has come from tcp://127.0.0.1:5550 for 8 s; me continues training, sends once "
+            "beats arrive again, and saves its parameters and ends after 60 s"
         )
         joined.mailbox.refusal = "host name broker cannot be resolved (Name or service not known); is it spelled right?"
         joined.hear(beat(), 150.0)
@@ -261,7 +261,7 @@ def test_what_a_learner_slept_through_itself_is_no_silence_of_the_syncer(joined:
         assert len(events("syncer_silent")) == 1
 
 
-def test_a_learner_whose_messages_the_broker_does_not_take_says_so_although_beats_arrive(
+def test_a_learner_whose_messages_the_broker_does_not_take_reports_it_although_beats_arrive(
     joined: Talk, tmp_path: Path
 ) -> None:
     with logged(tmp_path) as events:

@@ -41,7 +41,7 @@ def test_no_more_than_sixteen_chunks_are_in_flight_over_all_fragments() -> None:
     assert asked(follower, 0.2) == [Request("keyframe", 0, 0, (16, 17))]
 
 
-def test_chunks_that_do_not_come_are_asked_for_again_and_ever_more_patiently() -> None:
+def test_chunks_that_do_not_come_are_asked_for_again_and_at_growing_intervals() -> None:
     plan = plan_of(300)
     follower = follower_of(plan)
     asked(follower, 0.0)

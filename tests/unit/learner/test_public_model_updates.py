@@ -127,7 +127,7 @@ def test_a_call_tells_of_a_gap_as_well() -> None:
     assert [r.what for r in asked(follower, 20.0)] == ["update"]
 
 
-def test_who_is_more_than_one_version_behind_fetches_a_keyframe() -> None:
+def test_a_learner_that_is_more_than_one_version_behind_fetches_a_keyframe() -> None:
     plan = plan_of(300)
     source = Source(plan)
     follower = joined(source, plan)

@@ -60,7 +60,7 @@ def test_a_tensor_that_training_changed_is_found_however_it_was_written(name: st
     assert bytes(values) == tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_a_joiner_keeps_the_statistics_of_layers_that_have_counted_batches_and_go_on() -> None:
+def test_a_joiner_keeps_the_statistics_of_layers_that_have_counted_batches_and_continue() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     model(torch.randn(4, 2))
     model[2].eval()  # frozen: a constant of the model

@@ -107,7 +107,7 @@ def test_what_a_run_writes_is_read_without_a_note(store: EmbeddedRedis) -> None:
 
 @given(fields=st.lists(FIELDS, max_size=4), types=st.lists(TYPES, max_size=2), member=VALUES | st.none())
 @settings(max_examples=examples(15))
-def test_whatever_stands_in_redis_is_shown_or_left_out_with_a_note(
+def test_whatever_is_in_redis_is_shown_or_left_out_with_a_note(
     store: EmbeddedRedis,
     registry: Registry,
     fields: list[tuple[tuple[str, str], bytes]],
@@ -185,7 +185,7 @@ WHERE = [(name, field) for name, row in FILES.items() for field in row] + [(name
 
 @given(place=st.sampled_from(WHERE), value=JSON | st.just([[[]]]))
 @settings(max_examples=examples(40))
-def test_whatever_stands_in_a_run_s_files_is_shown_or_named_in_one_sentence(
+def test_whatever_is_in_a_run_s_files_is_shown_or_named_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, place: tuple[str, str], value: Any
 ) -> None:
     folder = RunFolder.create(

@@ -37,7 +37,7 @@ def test_goodput_counts_only_the_learners_that_were_asked_for() -> None:
     assert told["faults"] == 1
 
 
-def test_lives_of_one_learner_are_told_together() -> None:
+def test_lives_of_one_learner_are_reported_together() -> None:
     summary = {"seconds": 100.0, "learners": [learner("a"), learner("a", session_seconds=3.0)]}
     (row,) = run_figures(summary, requested=["a"], faults=0, evaluations=[])["learners"]
     assert row == {"name": "a", "local_steps": 100, "tokens_reported": 1000, "tokens_merged": 800, "stall_share": 0.02}

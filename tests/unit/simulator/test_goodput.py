@@ -93,7 +93,7 @@ def test_transient_slowdowns_hurt_one_group_more_than_many() -> None:
     assert run("elastic", **slow).goodput < run("decoupled", 16, **slow).goodput < 1.0
 
 
-def test_a_site_that_fails_takes_its_learners_and_the_others_go_on() -> None:
+def test_a_site_that_fails_takes_its_learners_and_the_others_continue() -> None:
     failing: dict[str, Any] = {"sites": 4, "site_failures_a_year": 20_000.0, "site_seconds": 300.0}
     assert run("decoupled", 4, **failing).uptime > 0.99
     assert run("decoupled", 4, **failing).goodput < 0.95

@@ -88,7 +88,9 @@ def test_a_tape_of_learners_who_insisted_on_their_norms_is_done_again(
         ("tokens_to", -1), ("tokens_from", -5), ("steps_to", 1), ("base_version", 1),
     ],
 )  # fmt: skip
-def test_an_answer_whose_counters_were_changed_is_told(changed: Callable[..., Path], what: str, change: int) -> None:
+def test_an_answer_whose_counters_were_changed_is_reported(
+    changed: Callable[..., Path], what: str, change: int
+) -> None:
     def other(row: dict[str, Any]) -> None:
         if row["what"] == "answer" and not row["refused"]:
             row[what] += change
@@ -97,7 +99,7 @@ def test_an_answer_whose_counters_were_changed_is_told(changed: Callable[..., Pa
         replay(read_journal(changed("syncer", other)), None)
 
 
-def test_a_good_merge_that_is_said_to_have_failed_is_told(changed: Callable[..., Path]) -> None:
+def test_a_good_merge_that_is_said_to_have_failed_is_reported(changed: Callable[..., Path]) -> None:
     place, said = changed("syncer", lambda _: None), []
     path = place / "syncer-1.jsonl"
     for line in path.read_text().splitlines():

@@ -104,7 +104,7 @@ def test_equal_learners_that_answer_at_one_moment_are_all_merged_without_any_gra
     assert len({row["tokens_merged"] for row in outcome.learners}) == 1
 
 
-def test_who_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None:
+def test_a_learner_that_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Path) -> None:
     chosen = RunSettings(steps=30, sync_every=4, fragments=4)
     members = [*alone(1.0), VirtualMember("late", [(steady(1.0, begins=20.0), math.inf)])]
     backend = TrainedModel(chosen, TASK, load_corpus(None, TASK.sequence_length), tape=tmp_path)
@@ -127,7 +127,7 @@ def test_a_model_that_is_not_finite_is_reset_and_then_given_up() -> None:
         run(ClusterPlan(), RunSettings(steps=16, sync_every=4, fragments=4), task, FailureModel())
 
 
-def test_a_learner_at_half_speed_takes_part_and_holds_nobody_up() -> None:
+def test_a_learner_at_half_speed_takes_part_and_delays_no_other() -> None:
     outcome = counted(alone(1.0, 1.0, 2.0))
     assert outcome.virtual_seconds < 70
     slow = next(row for row in outcome.learners if row["name"] == "l2")
@@ -236,12 +236,12 @@ def test_a_pause_between_two_steps_passes_for_a_long_step_as_in_a_real_loop(tmp_
     assert max(row["step_seconds"] for row in reports) == pytest.approx(1.0 + 0.2 * 3.0)
 
 
-def test_who_comes_late_is_allocated_from_then_on() -> None:
+def test_a_learner_that_comes_late_is_allocated_from_then_on() -> None:
     late = ClusterPlan(learners=2, late=2, late_seconds=30.0)
     assert counted(members_of(late, FailureModel(), 0, 5000)).goodput == pytest.approx(1.0, abs=0.02)
 
 
-def test_who_is_refused_three_times_for_what_it_sends_starts_over() -> None:
+def test_a_learner_that_is_refused_three_times_for_what_it_sends_starts_over() -> None:
     class Refusing(Watched):
         def take(self, sent: SentAnswer) -> str:
             return "norm" if sent.content.who[0] == "l1" and self.cluster.now < 20 else super().take(sent)
@@ -283,7 +283,7 @@ def test_below_the_quorum_the_run_waits_for_who_comes_back() -> None:
     assert outcome.figures["merge_participation"] == 1.0
 
 
-def test_who_is_absent_comes_back_as_another_and_less_is_merged() -> None:
+def test_a_learner_that_is_absent_comes_back_as_another_and_less_is_merged() -> None:
     whole, holed = ClusterPlan(learners=3), ClusterPlan(learners=3, absent=0.4, absence_seconds=7)
     everything, rest = (counted(members_of(p, FailureModel(), 1, 5000)).figures for p in (whole, holed))
     assert rest["tokens_merged"] < 0.9 * everything["tokens_merged"]

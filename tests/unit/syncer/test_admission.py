@@ -84,7 +84,7 @@ def test_one_learner_is_chosen_to_seed_until_it_falls_silent() -> None:
     assert joining.seed(seed("b", b"", fragment=1), 2 * SILENCE_SECONDS) is not None
 
 
-def test_who_is_chosen_to_seed_and_only_says_hello_gives_way_to_another_for_good() -> None:
+def test_a_learner_that_is_chosen_to_seed_and_only_says_hello_gives_way_to_another_for_good() -> None:
     joining, model = Admission(SETTINGS), layout(100)
     now = 0.0
     while now < STUCK_SECONDS:
@@ -153,7 +153,7 @@ def test_a_small_message_that_inflates_to_a_vast_layout_is_malformed(monkeypatch
         unpack_layout(payload)
 
 
-def test_what_stands_behind_a_layout_is_malformed() -> None:
+def test_what_follows_a_layout_is_malformed() -> None:
     packed = pack_layout(layout(100))
     for odd in (packed + b"x", packed[:-1], zlib.compress(ROWS + b"\x91"), zlib.compress(ROWS + b"\xc0")):
         with pytest.raises(Malformed, match="layout"):

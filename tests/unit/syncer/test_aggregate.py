@@ -91,7 +91,7 @@ def test_the_merged_norm_is_the_weighted_mean_of_the_norms() -> None:
 
 
 # --- order, shares ---------------------------------------------------------------------------------------------------
-def test_who_arrives_first_does_not_change_a_bit_once_contributors_are_sorted() -> None:
+def test_the_order_of_arrival_does_not_change_a_bit_once_contributors_are_sorted() -> None:
     contributors = {("a", 7): (random_delta(MIXED, 1), 3.0), ("a", 9): (random_delta(MIXED, 2), 1.0),
                     ("b", 1): (random_delta(MIXED, 3), 0.3), ("c", 2): (random_delta(MIXED, 4), 11.0)}  # fmt: skip
     results = []
@@ -114,7 +114,7 @@ def test_one_contributor_gives_its_delta_bit_for_bit() -> None:
     assert merged.data_ptr() != delta.data_ptr()
 
 
-def test_who_weighs_nothing_changes_not_a_bit() -> None:
+def test_a_learner_that_weighs_nothing_changes_not_a_bit() -> None:
     genuine, other = random_delta(MIXED, 1), random_delta(MIXED, 2)
     assert torch.equal(merge(MIXED, [other, genuine], [0.0, 5.0]), genuine)
     three = merge(MIXED, [genuine, other, other * 100], [1.0, 2.0, 0.0])

@@ -69,7 +69,7 @@ def test_a_model_without_static_part_is_seeded_too(tmp_path: Path) -> None:
     store.unlock()
 
 
-def test_a_directory_is_seeded_once_for_ever(checkpoints: Checkpoints) -> None:
+def test_a_directory_is_seeded_once_forever(checkpoints: Checkpoints) -> None:
     before = checkpoints.directory.joinpath("version-0", "tensors.safetensors").read_bytes()
     save_rounds(checkpoints, 1)
     checkpoints.unlock()
@@ -133,7 +133,7 @@ def test_the_newest_checkpoint_is_resumed_and_everything_in_it_belongs_together(
     assert same(restored.state.snapshot(), state.snapshot())
 
 
-def test_without_a_checkpoint_the_run_goes_on_from_version_zero(checkpoints: Checkpoints) -> None:
+def test_without_a_checkpoint_the_run_continues_from_version_zero(checkpoints: Checkpoints) -> None:
     restored = checkpoints.restore(settings())
     assert restored is not None
     assert restored.bookkeeping is None
@@ -194,7 +194,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_reports_it(
     checkpoints: Checkpoints, damage: str
 ) -> None:
     saved = save_rounds(checkpoints, 1, 2)

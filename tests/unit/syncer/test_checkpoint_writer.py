@@ -96,7 +96,7 @@ def test_a_snapshot_that_was_written_is_let_go(checkpoints: Checkpoints) -> None
     assert writer.close(60)
 
 
-def test_a_failed_write_is_told_and_tried_again_until_it_succeeds(gate: Gate) -> None:
+def test_a_failed_write_is_reported_and_tried_again_until_it_succeeds(gate: Gate) -> None:
     began = time.time()
     writer = CheckpointWriter(gate, retry_seconds=SOON_SECONDS)
     gate.broken = True
@@ -175,7 +175,7 @@ def test_a_writer_is_settled_once_the_latest_snapshot_is_durable_or_was_tried_in
     writer.close(30)
 
 
-def test_closing_does_not_wait_for_ever_for_a_disk_that_hangs(gate: Gate) -> None:
+def test_closing_does_not_wait_forever_for_a_disk_that_hangs(gate: Gate) -> None:
     writer = CheckpointWriter(gate)
     writer.submit(fresh().snapshot(), {})
     assert gate.entered.acquire(timeout=60)
@@ -187,7 +187,7 @@ def test_a_writer_without_work_closes_well(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("loss", ["removed", "replaced"])
-def test_training_goes_on_when_the_directory_is_gone(checkpoints: Checkpoints, loss: str) -> None:
+def test_training_continues_when_the_directory_is_gone(checkpoints: Checkpoints, loss: str) -> None:
     shutil.rmtree(checkpoints.directory)
     if loss == "replaced":
         other = Checkpoints(checkpoints.directory)
@@ -293,12 +293,12 @@ def check_full_disk(place: Path, how: str, around: Sequence[str], reason: str) -
     assert out[2] == "done"
 
 
-def test_files_that_cannot_grow_are_found_at_start_and_later_only_told(tmp_path: Path) -> None:
+def test_files_that_cannot_grow_are_found_at_start_and_later_only_reported(tmp_path: Path) -> None:
     check_full_disk(tmp_path, LIMITED, [], "File too large")
 
 
 @pytest.mark.tools
-def test_a_full_disk_is_found_at_start_and_later_only_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_found_at_start_and_later_only_reported(tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     mount = f"mount -t tmpfs -o size=512k tmpfs '{tmp_path}'"
     if not (shutil.which("unshare") and subprocess.run([*alone, mount], check=False).returncode == 0):

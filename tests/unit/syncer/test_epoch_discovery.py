@@ -37,14 +37,14 @@ def test_one_who_states_the_absurd_is_not_believed_and_does_not_hide_the_others(
     assert [survey.version(p, 1) for p in (0, 1)] == [7, 2]
 
 
-def test_who_leads_us_as_far_as_is_believed_can_do_so_again_and_the_honest_are_still_believed() -> None:
+def test_a_sender_that_leads_as_far_as_is_believed_can_do_so_again_and_the_honest_are_still_believed() -> None:
     liar = replace(ALIVE, name="liar", epoch=LEAP, versions=(LEAP, LEAP))
     ours = 1 + heard(liar).version(0, 0)
     honest = replace(ALIVE, versions=(ours + 5, 0))
     assert heard(honest, replace(liar, versions=(2**53, 0))).version(0, ours) == ours + 5
 
 
-def test_nobody_who_holds_version_0_alone_knows_of_merges() -> None:
+def test_a_holder_of_version_0_alone_knows_of_no_merges() -> None:
     assert not heard(replace(ALIVE, versions=(0, 0))).knows_merges
     assert heard(replace(ALIVE, versions=(0, 1))).knows_merges
 

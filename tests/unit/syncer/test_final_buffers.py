@@ -149,14 +149,14 @@ def test_from_a_learner_that_sends_what_it_must_not_no_more_is_taken(wrong: Buff
 @pytest.mark.parametrize(
     ("more", "reason"), [({"name": "b"}, "stranger"), ({"incarnation": 2}, "stranger"), ({"epoch": 2}, "epoch")]
 )
-def test_who_was_not_asked_changes_nothing(more: dict[str, Any], reason: str) -> None:
+def test_a_learner_that_was_not_asked_changes_nothing(more: dict[str, Any], reason: str) -> None:
     made = offers("a", "b")
     with pytest.raises(Malformed, match=reason):
         made.add_chunk(buffers(**more), PLAN, 3, 100.0)
     assert made.source == ("a", 1)
 
 
-def test_buffers_outlive_the_syncer_and_damaged_ones_are_told_of(tmp_path: Path) -> None:
+def test_buffers_outlive_the_syncer_and_damaged_ones_are_reported(tmp_path: Path) -> None:
     with seeded(tmp_path) as store:
         state = fresh()
         advance(state)

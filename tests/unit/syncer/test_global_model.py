@@ -90,7 +90,7 @@ def test_payloads_and_keyframes_are_read_only_and_never_change_after_they_were_h
         assert all(view == copy for view, copy in handed_out)
 
 
-def test_a_snapshot_stays_what_it_was_while_merges_go_on(generator: torch.Generator) -> None:
+def test_a_snapshot_stays_what_it_was_while_merges_continue(generator: torch.Generator) -> None:
     state = fresh(outer_momentum=0.9, codec_up="f32")
     advance(state, rounds=2)
     snapshot = state.snapshot()
@@ -268,7 +268,7 @@ def test_the_static_part_is_a_keyframe_that_never_changes() -> None:
     assert (version, bytes(raw), raw_digest) == (0, STATIC, hashlib.sha256(STATIC).hexdigest())
 
 
-def test_numbering_goes_on_above_everything_ever_seen_and_never_backwards() -> None:
+def test_numbering_continues_above_everything_ever_seen_and_never_backwards() -> None:
     state = fresh(codec_up="f32")
     advance(state, rounds=2)
     contents = state.model_hash()

@@ -41,7 +41,7 @@ def test_an_answer_tells_of_steps_before_the_next_report_does_and_an_older_repor
     assert lives.of("a") == dict.fromkeys(SUMMED, 7) | {"local_steps": 10}
 
 
-def test_lives_survive_a_checkpoint_and_go_on_after_it() -> None:
+def test_lives_survive_a_checkpoint_and_continue_after_it() -> None:
     lives = LifetimeCounters()
     for incarnation, steps in ((1, 5), (2, 3)):
         lives.report(alive(incarnation, steps))

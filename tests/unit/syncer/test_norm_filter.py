@@ -29,7 +29,7 @@ def test_what_covers_more_steps_may_be_longer_but_only_of_so_many_steps_as_there
 
 
 @pytest.mark.parametrize("live", ["ab", "abc", "abcdefgh"])
-def test_a_minority_is_refused_for_ever(screen: NormFilter, live: str) -> None:
+def test_a_minority_is_refused_forever(screen: NormFilter, live: str) -> None:
     assert all(screen.absurd(0, 1e4, 1, name, live) for _ in range(100) for name in live[: len(live) // 2])
 
 
@@ -45,7 +45,7 @@ def test_more_than_half_who_insist_say_what_is_usual_and_others_are_measured_by_
     assert screen.absurd(0, 1e7, 1, "wild", [*live, "wild"])
 
 
-def test_who_has_left_insists_on_nothing(screen: NormFilter) -> None:
+def test_a_learner_that_has_left_insists_on_nothing(screen: NormFilter) -> None:
     for _ in range(INSISTS_AFTER):
         assert screen.absurd(0, 1e4, 1, "gone", ["gone", "a", "b"])
     for _ in range(10 * INSISTS_AFTER):

@@ -23,7 +23,7 @@ from logged import logged
 WHO = ("a", 1)
 
 
-def test_the_third_in_a_row_is_told_to_its_sender_and_then_ever_more_seldom() -> None:
+def test_the_third_in_a_row_is_reported_to_its_sender_and_then_at_growing_intervals() -> None:
     rejections = Rejections()
     told = [t for t in range(4000) if rejections.rejected(WHO, "alive", "field: loss", float(t))]
     pauses = [later - sooner for sooner, later in pairwise(told)]
@@ -32,13 +32,13 @@ def test_the_third_in_a_row_is_told_to_its_sender_and_then_ever_more_seldom() ->
     assert pauses == [min(LONGEST_NOTICE_SECONDS, NOTICE_SECONDS * 2**k) for k in range(len(pauses))]
 
 
-def test_a_flood_is_told_as_seldom_as_single_ones() -> None:
+def test_a_flood_is_reported_as_seldom_as_single_ones() -> None:
     rejections = Rejections()
     told = [t / 1000 for t in range(60_000) if rejections.rejected(WHO, "delta", "size", t / 1000)]
     assert told == [2.0, 12.0, 32.0]
 
 
-def test_a_complaint_that_comes_all_the_time_is_logged_ever_more_seldom_with_its_number(
+def test_a_complaint_that_comes_all_the_time_is_logged_at_growing_intervals_with_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with logged(tmp_path) as events:
@@ -82,7 +82,7 @@ def test_invented_senders_cost_bounded_memory() -> None:
         ("unreported", "", "unreported: it covers more tokens than its sender has reported"),
     ],
 )
-def test_a_reason_is_told_with_what_is_known_beside_it(reason: str, detail: str, said: str) -> None:
+def test_a_reason_is_reported_with_what_is_known_beside_it(reason: str, detail: str, said: str) -> None:
     assert describe_rejection(reason, detail) == said
 
 

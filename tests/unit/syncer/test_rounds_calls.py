@@ -45,7 +45,7 @@ def test_every_fragment_is_called_equally_often_and_in_rotation() -> None:
         assert called[0] == cycle % P
 
 
-def test_no_more_than_tau_calls_are_open_and_the_clock_stands_still_meanwhile() -> None:
+def test_no_more_than_tau_calls_are_open_and_the_clock_does_not_move_meanwhile() -> None:
     h = driven(overlap=2)
     h.open_one()
     for _ in range(20):

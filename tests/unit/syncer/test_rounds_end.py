@@ -105,7 +105,7 @@ def test_memory_does_not_grow_with_the_names_that_come_and_go_and_no_total_chang
     )
 
 
-def test_a_resumed_machine_goes_on_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:
+def test_a_resumed_machine_continues_with_books_and_versions_and_counts_what_was_undone_as_lost() -> None:
     h = driven(1)
     worker = h.workers["w0"]
     p = h.open_one()

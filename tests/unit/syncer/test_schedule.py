@@ -41,7 +41,7 @@ def test_progress_goes_back_with_a_run_that_was_resumed() -> None:
     assert clock.progress(1.0).step == 30
 
 
-def test_progress_never_passes_the_end_and_stands_still_while_the_run_drains() -> None:
+def test_progress_never_passes_the_end_and_does_not_move_while_the_run_drains() -> None:
     clock = RunClock()
     clock.receive(beat(t=99), 0.0)
     assert clock.progress(2.0).exact == 100.0

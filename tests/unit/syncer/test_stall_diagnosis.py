@@ -74,7 +74,7 @@ class StallScenario:
         return reason.text
 
 
-def test_who_is_here_and_who_is_missing_is_named_below_the_quorum() -> None:
+def test_present_and_missing_learners_are_named_below_the_quorum() -> None:
     scenario = StallScenario("abc", quorum=3)
     assert scenario.rounds.calls
     scenario.now += 30.0
@@ -100,7 +100,7 @@ def test_a_pause_of_learners_that_are_heard_is_no_block_for_a_while(silent: str,
     assert reason.patience_seconds == patience
 
 
-def test_a_learner_that_vanished_since_its_reports_are_rejected_is_told_with_why() -> None:
+def test_a_learner_that_vanished_since_its_reports_are_rejected_is_named_with_the_reason() -> None:
     scenario = StallScenario("a", quorum=1)
     scenario.reject("a", "alive", "field: loss of a alive must be a finite number", times=4)
     scenario.tick(30.0)
@@ -110,7 +110,7 @@ def test_a_learner_that_vanished_since_its_reports_are_rejected_is_told_with_why
     )
 
 
-def test_the_first_steps_of_newcomers_are_waited_for_before_that_is_told() -> None:
+def test_the_first_steps_of_newcomers_are_waited_for_before_that_is_reported() -> None:
     scenario = StallScenario("", quorum=2)
     for name in "ab":
         scenario.rounds.join(name, 1, scenario.now)
@@ -140,14 +140,14 @@ def test_learners_that_do_not_answer_are_named() -> None:
     assert scenario.text().endswith("has 1 of the 2 answers that --quorum asks for, at attempt 1; none of a, c")
 
 
-def test_an_answer_beyond_what_was_reported_is_told() -> None:
+def test_an_answer_beyond_what_was_reported_is_reported() -> None:
     scenario = StallScenario("a", quorum=1)
     scenario.answer("a", tokens_to=10**9)
     assert scenario.text().endswith("those of a cover more tokens than were reported")
 
 
 @pytest.mark.parametrize("answering", [True, False])
-def test_that_no_learner_reports_tokens_is_told_whether_they_answer_or_not(answering: bool) -> None:
+def test_that_no_learner_reports_tokens_is_reported_whether_they_answer_or_not(answering: bool) -> None:
     scenario = StallScenario("ab", quorum=1, tokens=0)
     for name in "ab" if answering else "":
         assert scenario.answer(name, tokens_to=0) == "empty"
@@ -155,7 +155,7 @@ def test_that_no_learner_reports_tokens_is_told_whether_they_answer_or_not(answe
     assert "; those of a, b do not count, because 0 tokens are reported: session.step(tokens=...)" in scenario.text()
 
 
-def test_merges_that_give_nothing_usable_are_told() -> None:
+def test_merges_that_give_nothing_usable_are_reported() -> None:
     scenario = StallScenario("a", quorum=1)
     scenario.answer("a")
     [merge] = [action for action in scenario.tick() if isinstance(action, Merge)]
@@ -224,7 +224,7 @@ def looks(
     return [(t, change) for t, change in found if change is not None]
 
 
-def test_it_is_told_when_the_patience_is_over_then_seldom_and_again_when_it_moves() -> None:
+def test_it_is_reported_when_the_patience_is_over_then_seldom_and_again_when_it_moves() -> None:
     block = StallMonitor()
     told = looks(block, QUORUM, range(2000))
     assert [t for t, _ in told[:4]] == [5, 35, 95, 215]
@@ -236,7 +236,7 @@ def test_it_is_told_when_the_patience_is_over_then_seldom_and_again_when_it_move
     assert block.text == ""
 
 
-def test_what_passes_soon_is_not_told() -> None:
+def test_what_passes_soon_is_not_reported() -> None:
     block = StallMonitor()
     for start in range(0, 1000, 10):
         assert looks(block, QUORUM, range(start, start + int(SURE_SECONDS))) == []
@@ -267,7 +267,7 @@ def test_what_the_process_slept_through_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("seconds", [1, 100])
-def test_nothing_is_told_of_a_run_where_nothing_is_amiss(seconds: int) -> None:
+def test_nothing_is_reported_of_a_run_where_nothing_is_amiss(seconds: int) -> None:
     assert looks(StallMonitor(), None, range(seconds)) == []
 
 

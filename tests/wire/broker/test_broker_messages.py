@@ -47,7 +47,9 @@ def test_frames_pass_unchanged_on_their_plane_and_are_counted(clients: BrokerCli
     assert after["bulk"]["subscriptions"] == 1
 
 
-def test_everybody_who_wants_a_message_gets_it_and_several_senders_share_a_plane(clients: BrokerClients) -> None:
+def test_every_subscriber_that_wants_a_message_gets_it_and_several_senders_share_a_plane(
+    clients: BrokerClients,
+) -> None:
     with context() as made:
         others = [downlink(made, clients.address.control_out, prefix("run", "fetch")) for _ in range(3)]
         senders = [uplink(made, clients.address.control_in) for _ in range(3)]
@@ -109,7 +111,7 @@ def test_what_is_no_message_is_dropped_counted_and_changes_nothing(
     assert clients.dropped(plane) == {reason: 1}
 
 
-def test_a_frame_above_the_largest_message_is_refused_and_the_broker_goes_on(clients: BrokerClients) -> None:
+def test_a_frame_above_the_largest_message_is_refused_and_the_broker_continues(clients: BrokerClients) -> None:
     with context() as made:
         for endpoint in (clients.address.control_in, clients.address.bulk_in):
             hostile = made.socket(zmq.XPUB)
@@ -174,7 +176,7 @@ def test_raw_bytes_to_any_port_are_survived_and_half_open_connections_too(client
     clients.works()
 
 
-def test_a_flood_of_bad_messages_is_told_in_one_line_a_second(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_flood_of_bad_messages_is_reported_in_one_line_a_second(capfd: pytest.CaptureFixture[str]) -> None:
     with broker_here() as (broker, address), context() as made:
         up = uplink(made, address.control_in, hwm_messages=20_000)
         began = time.monotonic()

@@ -164,7 +164,7 @@ def test_a_taken_port_is_named_and_the_other_three_are_given_back(offset: int) -
         network.create_server(("127.0.0.1", each)).close()
 
 
-def test_a_second_broker_on_the_same_ports_is_refused_and_the_first_goes_on(clients: BrokerClients) -> None:
+def test_a_second_broker_on_the_same_ports_is_refused_and_the_first_continues(clients: BrokerClients) -> None:
     with pytest.raises(SettingError, match="taken"):
         Broker(BrokerConfig(port=clients.address.port)).start()
     clients.works()

@@ -120,7 +120,7 @@ def test_between_being_revoked_and_cut_off_nothing_passes_either(
     assert read(down) == []
 
 
-def test_a_key_made_while_the_broker_runs_is_taken_and_nobody_is_disturbed(keyed: KeyedBroker) -> None:
+def test_a_key_made_while_the_broker_runs_is_taken_and_no_connection_is_disturbed(keyed: KeyedBroker) -> None:
     down = keyed.receiver("syncer", CONTROL, b"run/alive/")
     new = new_key(keyed.directory, role="learner", run="run", name="late")
     pass_on(keyed.sender(new), down, alive("late"))
@@ -135,7 +135,7 @@ def test_a_replaced_key_opens_and_the_old_one_does_not(keyed: KeyedBroker) -> No
     pass_on(keyed.sender(new), keyed.receiver("syncer", CONTROL, b"run/alive/"), alive("bob"))
 
 
-def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_told(
+def test_a_folder_that_cannot_be_looked_at_keeps_those_in_who_are_and_is_reported(
     keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fails() -> bool:

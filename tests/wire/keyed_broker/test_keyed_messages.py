@@ -73,7 +73,7 @@ FORGED: dict[str, tuple[str, int, Message]] = {
 
 
 @pytest.mark.parametrize(("who", "plane", "message"), FORGED.values(), ids=FORGED)
-def test_what_a_key_may_not_say_reaches_nobody_and_is_counted(
+def test_what_a_key_may_not_say_is_not_delivered_and_is_counted(
     keyed: KeyedBroker, who: str, plane: int, message: Message, capfd: pytest.CaptureFixture[str]
 ) -> None:
     receivers, up = everything(keyed, plane), keyed.sender(who, plane)
@@ -109,7 +109,7 @@ def test_what_keys_are_for_passes(keyed: KeyedBroker) -> None:
     assert keyed.dropped(CONTROL) == keyed.dropped(BULK) == {}
 
 
-def test_a_key_holder_s_oversized_messages_reach_nobody(keyed: KeyedBroker) -> None:
+def test_a_key_holder_s_oversized_messages_are_not_delivered(keyed: KeyedBroker) -> None:
     up, down = keyed.sender("bob", BULK), keyed.receiver("syncer", BULK, b"run/delta/")
     pass_on(up, down, delta(name="bob"))
     topic, header, _ = frames(delta(name="bob"))

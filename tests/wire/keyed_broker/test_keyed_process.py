@@ -57,7 +57,7 @@ def test_a_broker_whose_handshakes_are_answered_no_more_since_that_failed_ends(
         wait_for(lambda: not ending.is_alive(), "it ends all the same", seconds=20)
 
 
-def test_a_broker_that_gets_no_socket_for_a_moment_when_it_cuts_connections_goes_on(
+def test_a_broker_that_gets_no_socket_for_a_moment_when_it_cuts_connections_continues(
     keyed: KeyedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert keyed.broker._context is not None
@@ -113,7 +113,7 @@ def child(port: int, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
-def test_a_broker_ends_by_itself_once_everybody_has_left_and_pings_do_not_count(tmp_path: Path, keyed: bool) -> None:
+def test_a_broker_ends_by_itself_once_all_clients_have_left_and_pings_do_not_count(tmp_path: Path, keyed: bool) -> None:
     boss = new_key(tmp_path, role="syncer", run="run", name="boss")
     bob = new_key(tmp_path, role="learner", run="run", name="bob")
     port = free_ports()

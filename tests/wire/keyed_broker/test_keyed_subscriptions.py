@@ -99,7 +99,9 @@ def test_a_key_that_got_all_its_subscriptions_in_a_long_time_gets_new_ones_when_
     assert keyed.dropped(BULK) == {}
 
 
-def test_who_keeps_asking_for_what_he_may_not_hear_is_barred_and_the_others_go_on(keyed: KeyedBroker) -> None:
+def test_a_client_that_keeps_asking_for_what_it_may_not_hear_is_barred_and_the_others_continue(
+    keyed: KeyedBroker,
+) -> None:
     greedy = keyed.receiver("bob", CONTROL, *(b"run/delta/%d/" % i for i in range(REFUSALS)))
     assert barred(keyed, keyed.keys["bob"])
     greedy.close()
@@ -115,7 +117,7 @@ ODD = {
 }
 
 
-def test_a_key_that_is_barred_is_told_once_and_connections_are_cut_once(
+def test_a_key_that_is_barred_is_reported_once_and_connections_are_cut_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     key, cuts = new_key(tmp_path, role="learner", run="run", name="bob"), Counter[str]()
@@ -144,7 +146,9 @@ def test_a_key_that_is_barred_is_told_once_and_connections_are_cut_once(
 
 
 @pytest.mark.parametrize("frame", ODD.values(), ids=ODD)
-def test_who_sends_what_is_no_subscription_is_barred_and_gets_nobody_else_s(keyed: KeyedBroker, frame: bytes) -> None:
+def test_a_client_that_sends_what_is_no_subscription_is_barred_and_gets_no_other_s(
+    keyed: KeyedBroker, frame: bytes
+) -> None:
     """libzmq would give subscriptions that come after such a frame to the wrong peer."""
     listener = keyed.receiver("eve", BULK, b"run/fragment/")
     spies = [keyed.connect(zmq.XSUB, BULK + 1, keyed.keys["bob"]) for _ in range(3)]

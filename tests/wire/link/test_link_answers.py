@@ -100,7 +100,7 @@ def test_a_contributor_adopts_what_its_work_went_into_before_it_answers_again(
     assert (first.base_version, first.steps_from, first.steps_to) == (2, 4, 5)
 
 
-def test_who_did_not_contribute_may_answer_from_an_older_anchor(syncer: ScriptedSyncer, me: Trainer) -> None:
+def test_a_learner_that_did_not_contribute_may_answer_from_an_older_anchor(syncer: ScriptedSyncer, me: Trainer) -> None:
     syncer.drops = lambda message: isinstance(message, Update)
     syncer.merge(1, vectors(6.0)[1], [("you", 1, 1, 10)])
     syncer.call(1, slot=0, contributors=(("you", 1),))

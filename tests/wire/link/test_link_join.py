@@ -65,7 +65,9 @@ def test_only_what_is_missing_of_version_0_is_sent_again(broker: str) -> None:
         assert len(syncer.all_of(Seed, fragment=1)) == len(syncer.all_of(Seed, fragment=2)) == 1
 
 
-def test_who_is_not_welcomed_yet_does_not_hear_what_another_joiner_fetches(broker: str, syncer: ScriptedSyncer) -> None:
+def test_a_learner_that_is_not_welcomed_yet_does_not_hear_what_another_joiner_fetches(
+    broker: str, syncer: ScriptedSyncer
+) -> None:
     first: list[Trainer] = []
 
     def wait_for_the_first(hello: Hello) -> dict[str, Any]:

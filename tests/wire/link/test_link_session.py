@@ -130,7 +130,7 @@ def test_a_welcome_for_another_incarnation_changes_nothing(syncer: ScriptedSynce
     assert not talk_of(me.session)._fetching_all
 
 
-def test_after_a_restart_of_the_broker_the_learner_goes_on_by_itself() -> None:
+def test_after_a_restart_of_the_broker_the_learner_continues_by_itself() -> None:
     with running_broker() as address:
         port = int(address.rpartition(":")[2])
         syncer = ScriptedSyncer(address, settings(), layout_of(Model()))

@@ -145,7 +145,7 @@ def die(thread: threading.Thread, how: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("how", [SystemExit, MemoryError, KeyboardInterrupt, GeneratorExit, RuntimeError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_the_links_thread_dies_of_the_next_step_says_so(broker: str, how: type[BaseException]) -> None:
+def test_whatever_the_links_thread_dies_of_the_next_step_reports_it(broker: str, how: type[BaseException]) -> None:
     with syncer_at(broker):
         session = member(broker, model_of(-1.0))
         assert isinstance(session._link, Link)
@@ -164,7 +164,7 @@ def serves(thread: threading.Thread) -> bool:
     return frame is not None
 
 
-def test_a_join_whose_thread_dies_says_so_at_once(broker: str) -> None:
+def test_a_join_whose_thread_dies_reports_it_at_once(broker: str) -> None:
     raised: list[BaseException] = []
 
     def work() -> None:

@@ -62,7 +62,7 @@ def test_nobody_hears_that_the_run_is_over_before_its_end_is_on_the_disk(
         a.goodbye("finished", beat.model_hash)
 
 
-def test_the_end_is_told_also_where_the_disk_takes_nothing_any_more(
+def test_the_end_is_published_also_where_the_disk_takes_nothing_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> Any:
@@ -99,7 +99,7 @@ def test_checkpoints_that_fail_are_logged_once_and_so_is_the_end_of_the_trouble(
         assert saved_at <= last_good < writer.saved_at  # type: ignore[operator]
 
 
-def test_a_syncer_that_is_stopped_says_so_and_closes_its_calls_so_that_nobody_waits_for_it(run: SyncerRun) -> None:
+def test_a_syncer_that_is_stopped_reports_it_and_closes_its_calls_so_that_nobody_waits_for_it(run: SyncerRun) -> None:
     a = run.learner("a")
     a.join()
     a.call()
@@ -126,7 +126,7 @@ def test_the_store_says_of_a_syncer_that_was_stopped_and_has_ended_that_it_is_st
         store.stop()
 
 
-def test_a_syncer_that_is_stopped_waits_for_no_answer_when_everybody_has_left(tmp_path: Path) -> None:
+def test_a_syncer_that_is_stopped_waits_for_no_answer_when_all_clients_have_left(tmp_path: Path) -> None:
     with syncer_run(tmp_path) as run:
         run.stop()
         run.start(stop_seconds=600)
@@ -215,7 +215,7 @@ def test_only_a_member_that_has_finished_with_the_final_model_confirms_it_by_its
         assert said["learners"] == f"b ({why})"
 
 
-def test_a_learner_that_asks_for_ever_keeps_a_finished_run_for_a_stated_time_only(
+def test_a_learner_that_asks_forever_keeps_a_finished_run_for_a_stated_time_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "LINGER_SECONDS", 0.0)

@@ -76,7 +76,7 @@ def test_a_learner_whose_model_is_not_that_of_the_given_file_is_refused_and_the_
         assert torch.equal(b.keyframe(0), filled(run.plan, 0, 0.25))
 
 
-def test_a_file_to_begin_from_that_is_none_is_told_before_anybody_comes(tmp_path: Path) -> None:
+def test_an_invalid_init_file_is_reported_before_any_learner_joins(tmp_path: Path) -> None:
     (tmp_path / "none.safetensors").write_text("no tensors")
     with syncer_run(tmp_path) as run:
         run.stop()
@@ -134,7 +134,7 @@ def test_a_restarted_learner_gets_its_name_back_once_the_old_one_is_silent(run: 
     wait_for(lambda: second.hello().verdict == "welcome", "the name is free again")
 
 
-def test_a_learner_whose_name_went_to_another_one_meanwhile_is_told_so_when_it_is_back(run: SyncerRun) -> None:
+def test_a_learner_whose_name_went_to_another_one_meanwhile_is_notified_when_it_is_back(run: SyncerRun) -> None:
     first, second = run.learner("a", 1), run.learner("a", 2)
     first.join()
     second.join()

@@ -92,7 +92,7 @@ def test_a_few_skipped_steps_are_not_worth_a_word(
     assert "steps_skipped" not in capsys.readouterr().err
 
 
-def test_a_learner_that_passes_no_tokens_answers_nothing_and_says_so_once(
+def test_a_learner_that_passes_no_tokens_answers_nothing_and_reports_it_once(
     lone: Lone, model: Model, optimizer: Optimizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(20):

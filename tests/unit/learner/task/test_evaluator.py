@@ -87,7 +87,7 @@ def test_an_evaluator_that_comes_too_late_for_version_zero_judges_what_the_seed_
     assert run.loaded[0] == 7
 
 
-def test_an_evaluator_that_starts_again_goes_on_in_the_same_record(tmp_path: Path, judge: Evaluator) -> None:
+def test_an_evaluator_that_starts_again_continues_in_the_same_record(tmp_path: Path, judge: Evaluator) -> None:
     clock = iter(range(100, 1000, 5))
     first = EvaluationLog(tmp_path, lambda: float(next(clock)))
     first.add(judge.evaluate("B", "full", 0))

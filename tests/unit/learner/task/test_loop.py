@@ -59,7 +59,7 @@ def test_the_loop_ends_after_the_step_in_which_somebody_wished_so() -> None:
     assert trained(stop).local_steps == 1
 
 
-def test_who_watches_a_learner_hears_how_it_goes(
+def test_an_observer_of_a_learner_hears_how_it_goes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "LOG_SECONDS", 0.0)

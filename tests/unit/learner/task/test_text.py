@@ -137,7 +137,7 @@ def test_a_stream_depends_on_seed_name_and_incarnation_and_on_nothing_else(libra
     assert draw(library, 3, seed=1) != first
 
 
-def test_the_baselines_stand_in_their_order_and_a_constant_text_costs_nothing(library: Corpus, tmp_path: Path) -> None:
+def test_the_baselines_are_in_their_order_and_a_constant_text_costs_nothing(library: Corpus, tmp_path: Path) -> None:
     marks = baselines(library, "A")
     assert marks["uniform"] == pytest.approx(np.log(256))
     assert marks["bigram"] < marks["unigram"] < marks["uniform"]
