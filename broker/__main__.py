@@ -9,8 +9,8 @@ import time
 from ..common.config import BrokerConfig
 from ..common.errors import LimitReached
 from ..common.log import get_logger
-from ..common.signals import stop_signals
 from ..common.sockets import Waker
+from ..common.stop_signals import stop_signals
 from ..common.system_limits import check_room, raise_file_limit
 from .broker import Broker
 

@@ -134,7 +134,7 @@ def init(folders: Path, run: str) -> int:
 
     Each role gets a folder, which is a separate volume. Existing keys and passwords are kept.
     """
-    from ..compose.credentials import init as create_missing
+    from ..compose.container_credentials import init as create_missing
 
     created = create_missing(folders, run)
     echo(f"keys for run {run}: {'created ' + ', '.join(created) if created else 'all exist already'}")

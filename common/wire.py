@@ -444,7 +444,7 @@ class Buffers(Chunked):
     incarnation: int = _f(_incarnation)
     epoch: int = _f(_epoch)
     digest: str = _f(_digest)
-    """sha256 (hex) of the whole payload, whose format is in common/static_tensors.py."""
+    """sha256 (hex) of the whole payload, whose format is in common/static_tensor_format.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-from ..common.signals import stop_signals
+from ..common.stop_signals import stop_signals
 
 _INTERRUPTED = 130
 """Exit code after the second signal, as in shells after Ctrl-C."""

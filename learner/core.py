@@ -26,6 +26,7 @@ from ..common.wire import (
     Update,
     Welcome,
 )
+from .alive_and_goodbye import ByteCounts, alive
 from .departure import Departure
 from .discover import other_version
 from .identity import Identity
@@ -33,7 +34,6 @@ from .join_protocol import Admitted, JoinRequest, SeedSender
 from .mailbox import Arrival, Capture, Joined, Mailbox
 from .outbox import EncodedDelta, Outbox, encode_answer
 from .public_model import PublicFragment, PublicModel
-from .status_messages import ByteCounts, alive
 from .syncer_contact import SyncerContact
 
 log = get_logger("learner")

@@ -7,10 +7,10 @@ from __future__ import annotations
 from ..common.codec import digest
 from ..common.log import get_logger
 from ..common.wire import Beat, Buffers, Goodbye, split
+from .alive_and_goodbye import goodbye
 from .identity import Identity
 from .mailbox import Mailbox
 from .outbox import LONGEST_RESEND_SECONDS, RESEND_SECONDS, Outbox
-from .status_messages import goodbye
 from .syncer_contact import SyncerContact
 
 log = get_logger("learner")

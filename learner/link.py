@@ -32,11 +32,11 @@ from ..common.sockets import (
 )
 from ..common.system_limits import limit_of
 from ..common.wire import Plane, beat_topic, prefix
+from .alive_and_goodbye import ByteCounts
 from .core import LearnerCore
 from .identity import Identity
 from .join_protocol import SeedSender, SeedSource
 from .mailbox import Mailbox
-from .status_messages import ByteCounts
 
 log = get_logger("learner")
 

@@ -16,7 +16,7 @@ from ..common.fragments import Plan
 from ..common.wire import Beat, Call
 from .counters import Counts
 from .public_model import PublicFragment
-from .static_tensors import StaticChanges
+from .static_tensor_changes import StaticChanges
 from .timing import Progress, RunClock
 
 

@@ -31,7 +31,7 @@ from .link import Link, SessionLink
 from .mailbox import Boundary, Joined, Mailbox, TrainingStatus
 from .model_layout import Optimizers, as_list, inventory, live_buffers
 from .replica import Replica, outside_inference_mode
-from .static_tensors import StaticChanges, StaticChecksums, own_statistics
+from .static_tensor_changes import StaticChanges, StaticChecksums, own_statistics
 from .step_checks import StepChecks
 from .timing import Progress, StepTimer
 from .training_checks import AdoptionCheck, LossWatch, heal_moments, moments_of

@@ -12,7 +12,7 @@ import torch
 from ..common.errors import SettingError
 from ..common.log import get_logger
 from .mailbox import Arrival
-from .model_check import ModelCheck
+from .model_changes import ModelCheck
 from .model_layout import Optimizers, Owned, stepped
 from .optimizer_watch import OptimizerWatch
 from .replica import Replica

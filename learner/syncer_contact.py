@@ -7,11 +7,11 @@ from __future__ import annotations
 from ..common.config import BEAT_SECONDS, SILENT_BEATS, LearnerConfig
 from ..common.errors import Orphaned
 from ..common.log import get_logger
-from ..common.silence import FIRST_SECONDS, Silence
+from ..common.report_intervals import FIRST_SECONDS, Silence
 from ..common.wire import Beat
+from .alive_and_goodbye import orphaned
 from .identity import Identity
 from .mailbox import Mailbox
-from .status_messages import orphaned
 
 log = get_logger("learner")
 

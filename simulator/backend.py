@@ -11,9 +11,9 @@ from ..common.wire import Beat, Call
 from ..learner.counters import Counts
 from ..learner.identity import Identity
 from ..learner.public_model import PublicFragment
-from ..syncer.metrics import RunMetrics
 from ..syncer.round_events import Merge
 from ..syncer.rounds import Rounds
+from ..syncer.run_metrics import RunMetrics
 
 EPOCH = 1
 MERGE_SECONDS = 0.001

@@ -15,10 +15,10 @@ from ..learner.counters import Counters, Counts
 from ..learner.identity import Identity
 from ..learner.public_model import PublicFragment
 from ..syncer.journal import recorded
-from ..syncer.metrics import RunMetrics
 from ..syncer.publish import count_merge
 from ..syncer.round_events import Answer, Merge
 from ..syncer.rounds import Rounds
+from ..syncer.run_metrics import RunMetrics
 from .backend import EPOCH, MERGE_SECONDS, SentAnswer
 
 NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")

@@ -17,10 +17,10 @@ from ..learner.task.text import Corpus
 from ..learner.task.transformer import Transformer
 from ..syncer.global_model import GlobalModel
 from ..syncer.journal import recorded
-from ..syncer.metrics import RunMetrics
 from ..syncer.publish import book_merge, merge_answers
 from ..syncer.round_events import Merge
 from ..syncer.rounds import Rounds
+from ..syncer.run_metrics import RunMetrics
 from ..syncer.run_state import TrainingState
 from .ablation import UNCHANGED, Ablation
 from .backend import EPOCH, MERGE_SECONDS, SentAnswer

@@ -27,9 +27,9 @@ from ..learner.public_model import PublicFragment
 from ..learner.task.text import Corpus, load_corpus
 from ..learner.timing import Progress
 from ..syncer.journal import ANSWER, ReplayedRounds
-from ..syncer.metrics import RunMetrics
 from ..syncer.publish import merge_answers
 from ..syncer.round_events import Answer, Called
+from ..syncer.run_metrics import RunMetrics
 from ..syncer.run_state import TrainingState
 from .real_training import version_zero
 from .virtual_learner import VirtualLearner

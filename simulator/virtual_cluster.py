@@ -20,10 +20,10 @@ from typing import Any
 from ..common.config import BEAT_SECONDS, RunSettings
 from ..common.errors import SettingError
 from ..common.wire import Beat, Call
+from ..learner.alive_and_goodbye import ByteCounts, alive
 from ..learner.mailbox import TrainingStatus
 from ..learner.outbox import Outbox
 from ..learner.public_model import PublicFragment
-from ..learner.status_messages import ByteCounts, alive
 from ..learner.task.text import generator
 from ..learner.timing import StepTimer
 from ..syncer.ledger import Who

@@ -13,7 +13,7 @@ from ..common.errors import DilocoError, Malformed
 from ..common.log import get_logger
 from ..common.redis_client import redact_url, save_and_shut_down
 from ..common.registry import Registry
-from ..common.signals import stop_signals
+from ..common.stop_signals import stop_signals
 from .epoch_discovery import EpochDiscovery
 from .rejections import sender_from_topic
 from .telemetry import Telemetry

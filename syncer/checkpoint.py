@@ -27,7 +27,7 @@ from ..common.config import RunSettings
 from ..common.errors import Malformed, SettingError
 from ..common.fragments import Layout, Plan
 from ..common.printable import printable
-from ..common.static_tensors import replaced
+from ..common.static_tensor_format import replaced
 from . import atomic_folder
 from .admission import plan_for
 from .global_model import GlobalModel, Snapshot, check_model, readable

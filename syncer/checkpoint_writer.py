@@ -13,7 +13,7 @@ from typing import Any
 from ..common.checkpoints import saved_at
 from ..common.errors import Malformed
 from ..common.fragments import Plan
-from ..common.static_tensors import replaced
+from ..common.static_tensor_format import replaced
 from .checkpoint import Checkpoints
 from .final_buffers import ReceivedBuffers, check
 from .global_model import Snapshot

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..common.silence import Silence
+from ..common.report_intervals import Silence
 from ..common.wire import Alive, Beat
 from .transport import Transport
 

@@ -14,7 +14,7 @@ import torch
 
 from ..common.errors import Malformed
 from ..common.fragments import Plan
-from ..common.static_tensors import sizes, unpack
+from ..common.static_tensor_format import sizes, unpack
 from ..common.wire import Assembly, Buffers
 from .ledger import Who
 from .membership import SILENCE_SECONDS

@@ -18,7 +18,7 @@ from ..common.wire import Alive, Beat, Buffers, Delta, Fetch, Goodbye, Hello, Me
 from . import stall_diagnosis
 from .beat import beat_message, publish_status
 from .control_messages import ControlHandler
-from .end_of_run import export, warn_buffers, warn_unconfirmed
+from .final_results import export, warn_buffers, warn_unconfirmed
 from .ledger import Who
 from .publish import Publisher
 from .rejections import sender_from_topic

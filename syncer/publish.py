@@ -13,9 +13,9 @@ from ..common.wire import Chunked, Delta, Fetch, Keyframe, Update, split
 from .aggregate import token_weight
 from .global_model import MergeResult
 from .ledger import Who
-from .metrics import RunMetrics
 from .round_events import Merge
 from .rounds import Rounds
+from .run_metrics import RunMetrics
 from .run_state import Components, RunState, TrainingState
 
 GATHER_SECONDS = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..common.silence import Repeats
+from ..common.report_intervals import Repeats
 from ..common.wire import MESSAGES
 from .ledger import Who
 

@@ -13,16 +13,16 @@ from ..common.config import RunSettings, SyncerConfig
 from ..common.wire import Update
 from .checkpoint import Checkpoints
 from .checkpoint_writer import CheckpointWriter
-from .clock import SteadyClock
 from .deltas import DeltaAssembler, NormFilter
 from .epoch_discovery import EpochDiscovery
 from .final_buffers import FinalBuffers
 from .final_confirmations import Confirmations
 from .global_model import GlobalModel
-from .metrics import RunMetrics
 from .rejections import Rejections
 from .rounds import Rounds
+from .run_metrics import RunMetrics
 from .stall_diagnosis import StallMonitor
+from .steady_clock import SteadyClock
 from .telemetry import Telemetry
 from .transport import Transport
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..common.config import BEAT_SECONDS
-from ..common.silence import Repeats
+from ..common.report_intervals import Repeats
 from .membership import Member
 from .rejections import Rejections
 from .round_events import OpenCall

@@ -10,9 +10,9 @@ from .checkpoint import Restored
 from .epoch_discovery import KnownEpochs
 from .global_model import GlobalModel
 from .journal import recorded
-from .metrics import RunMetrics
 from .model_file import check_model_file
 from .rounds import Rounds
+from .run_metrics import RunMetrics
 from .run_state import Components, RunState, TrainingState
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.config import RunSettings
 from ..common.registry import Registry
-from ..common.silence import Repeats
+from ..common.report_intervals import Repeats
 
 if TYPE_CHECKING:  # the syncer reports events before it has loaded torch
     from .global_model import GlobalModel, MergeResult
     from .membership import Member
-    from .metrics import RunMetrics
     from .round_events import Merge
     from .rounds import Rounds
+    from .run_metrics import RunMetrics
 
 REJECT_LOG_SECONDS = 1.0
 """Initial interval between log lines on the same rejection of the same learner; it doubles. All are counted."""

@@ -17,10 +17,10 @@ from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.checkpoint_writer import CheckpointWriter
-from decoupled_diloco.syncer.clock import SteadyClock
 from decoupled_diloco.syncer.epoch_discovery import EpochDiscovery
 from decoupled_diloco.syncer.loop import Syncer
 from decoupled_diloco.syncer.run_state import Components
+from decoupled_diloco.syncer.steady_clock import SteadyClock
 from decoupled_diloco.syncer.telemetry import Telemetry
 from decoupled_diloco.syncer.transport import Transport
 from scripted_learner import LAYOUT, ScriptedLearner

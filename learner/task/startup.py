@@ -10,7 +10,7 @@ import torch
 
 from ...common.config import TaskSettings
 from ...common.errors import SettingError
-from ...common.signals import stop_signals
+from ...common.stop_signals import stop_signals
 from ...common.wire import Beat
 
 

@@ -20,8 +20,8 @@ from decoupled_diloco.common.log import get_logger
 from decoupled_diloco.common.registry import Registry
 from decoupled_diloco.compose.embedded_redis import EmbeddedRedis
 from decoupled_diloco.syncer.membership import Member
-from decoupled_diloco.syncer.metrics import RunMetrics
 from decoupled_diloco.syncer.rounds import Rounds
+from decoupled_diloco.syncer.run_metrics import RunMetrics
 from decoupled_diloco.syncer.telemetry import Telemetry, run_figures
 from run import FRAGMENTS, Run
 from waiting import wait_for

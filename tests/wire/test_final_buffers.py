@@ -14,7 +14,7 @@ from decoupled_diloco.common.codec import digest
 from decoupled_diloco.common.config import CHUNK_BYTES, RunSettings
 from decoupled_diloco.common.fragments import Layout, TensorSpec
 from decoupled_diloco.common.run_folder import RunFolder, Setup
-from decoupled_diloco.common.static_tensors import pack
+from decoupled_diloco.common.static_tensor_format import pack
 from decoupled_diloco.common.wire import Beat, Buffers, Call, Goodbye, split
 from decoupled_diloco.compose.final_report import export_model
 from decoupled_diloco.learner import departure, syncer_contact

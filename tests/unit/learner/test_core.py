@@ -14,11 +14,11 @@ from decoupled_diloco.common.config import LearnerConfig, RunSettings
 from decoupled_diloco.common.errors import Orphaned, Refused
 from decoupled_diloco.common.fragments import Layout, TensorSpec, balanced_plan
 from decoupled_diloco.common.wire import Alive, Beat, Fetch, Goodbye, Hello, Keyframe, Message, Plane, Welcome, split
+from decoupled_diloco.learner.alive_and_goodbye import ByteCounts
 from decoupled_diloco.learner.core import LearnerCore, Phase
 from decoupled_diloco.learner.identity import Identity
 from decoupled_diloco.learner.join_protocol import SeedSender
 from decoupled_diloco.learner.mailbox import Mailbox
-from decoupled_diloco.learner.status_messages import ByteCounts
 from logged import logged
 
 LAYOUT = Layout((TensorSpec(name="w", shape=(150,), dtype="float32"),))

@@ -15,7 +15,7 @@ import pytest
 from child import output_of
 from decoupled_diloco.common.codec import digest
 from decoupled_diloco.common.run_folder import RunFolder
-from decoupled_diloco.common.static_tensors import pack
+from decoupled_diloco.common.static_tensor_format import pack
 from decoupled_diloco.common.wire import Buffers, split
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.checkpoint_writer import CheckpointWriter

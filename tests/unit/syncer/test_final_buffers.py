@@ -11,7 +11,7 @@ import pytest
 from decoupled_diloco.common.config import CHUNK_BYTES
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import Layout, TensorSpec, balanced_plan
-from decoupled_diloco.common.static_tensors import pack
+from decoupled_diloco.common.static_tensor_format import pack
 from decoupled_diloco.common.wire import Buffers, split
 from decoupled_diloco.syncer.checkpoint import Checkpoints
 from decoupled_diloco.syncer.final_buffers import STALL_SECONDS, FinalBuffers, check

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from checked_model import Model, Optimizer
-from decoupled_diloco.learner import model_check, optimizer_watch
+from decoupled_diloco.learner import model_changes, optimizer_watch
 from lone_session import Lone
 
 
 @pytest.fixture(autouse=True)
 def _always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model is looked at in each step, not once a second."""
-    monkeypatch.setattr(model_check, "WHOLE_SECONDS", 0.0)
+    monkeypatch.setattr(model_changes, "WHOLE_SECONDS", 0.0)
     monkeypatch.setattr(optimizer_watch, "WHOLE_SECONDS", 0.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checked_model import Model, Optimizer, step
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.learner import model_check
+from decoupled_diloco.learner import model_changes
 from lone_session import Lone
 from torch import nn
 from torch.nn.utils import parametrize
@@ -105,7 +105,7 @@ def test_a_trained_part_may_be_frozen_and_unfrozen_at_will(lone: Lone, model: Mo
 def test_a_change_is_found_within_some_steps_even_before_the_whole_model_is_looked_at(
     model: Model, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_check, "WHOLE_SECONDS", 1e9)
+    monkeypatch.setattr(model_changes, "WHOLE_SECONDS", 1e9)
     lone = Lone(model, optimizer)
     replace_a_weight(model)
 

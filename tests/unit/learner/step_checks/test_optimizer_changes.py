@@ -12,7 +12,7 @@ import pytest
 import torch
 from checked_model import Model, Optimizer, step
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.learner import model_check, optimizer_watch
+from decoupled_diloco.learner import model_changes, optimizer_watch
 from lone_session import Lone, backward, train
 from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ def test_a_strange_tensor_in_the_groups_after_join_is_refused(
 def test_a_new_layer_in_a_new_group_is_refused_by_its_name(
     model: Model, optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_check, "WHOLE_SECONDS", 1e9)
+    monkeypatch.setattr(model_changes, "WHOLE_SECONDS", 1e9)
     lone = Lone(model, optimizer)
     model.body.append(layer := nn.Linear(1, 1))
     optimizer.add_param_group({"params": list(layer.parameters())})

@@ -12,12 +12,12 @@ import pytest
 import torch
 from decoupled_diloco.common.fragments import Layout
 from decoupled_diloco.common.wire import MAX_COUNT, MAX_LOSS, Alive, Goodbye, Hello, decode, encode
+from decoupled_diloco.learner.alive_and_goodbye import ByteCounts, alive, goodbye
 from decoupled_diloco.learner.counters import Counts
 from decoupled_diloco.learner.identity import Identity, identify, layout_to_send
 from decoupled_diloco.learner.mailbox import TrainingStatus
 from decoupled_diloco.learner.model_layout import inventory
 from decoupled_diloco.learner.public_model import PublicFragment
-from decoupled_diloco.learner.status_messages import ByteCounts, alive, goodbye
 from decoupled_diloco.learner.training_checks import LossWatch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from decoupled_diloco.common.silence import FIRST_SECONDS, LONGEST_SECONDS, Repeats, Silence
+from decoupled_diloco.common.report_intervals import FIRST_SECONDS, LONGEST_SECONDS, Repeats, Silence
 
 
 def said(silence: Silence, until: int) -> list[int]:

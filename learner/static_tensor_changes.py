@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..common.fragments import Layout
-from ..common.static_tensors import pack
+from ..common.static_tensor_format import pack
 from .replica import Replica
 
 EXACT_BYTES = 2**20
@@ -30,7 +30,7 @@ class StaticChanges:
     count: int
     """Number of tensors."""
     payload: bytes
-    """Their values, packed by `common.static_tensors`."""
+    """Their values, packed by `common.static_tensor_format`."""
 
 
 class StaticChecksums:

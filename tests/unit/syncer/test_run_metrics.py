@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from decoupled_diloco.syncer.metrics import RunMetrics
+from decoupled_diloco.syncer.run_metrics import RunMetrics
 
 TYPICAL = 0.5
 

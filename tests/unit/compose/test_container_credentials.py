@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from decoupled_diloco.common.auth_keys import ROLES, Key, KeyRing
 from decoupled_diloco.common.errors import SettingError
-from decoupled_diloco.compose.credentials import init
+from decoupled_diloco.compose.container_credentials import init
 
 
 def everything(place: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Status messages of a learner: Alive each second, Goodbye at the end, and the error text of an orphan. Pure.
+"""Alive and Goodbye messages of a learner: its report each second and at the end; the error text of an orphan. Pure.
 
 A message with one figure out of range is rejected as a whole, and its sender is then considered lost. So every figure
 is clamped to its range here.

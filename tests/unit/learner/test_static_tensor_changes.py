@@ -6,9 +6,9 @@ import pytest
 import torch
 from decoupled_diloco.common.errors import Malformed
 from decoupled_diloco.common.fragments import balanced_plan
-from decoupled_diloco.common.static_tensors import pack, replaced, sizes, unpack
+from decoupled_diloco.common.static_tensor_format import pack, replaced, sizes, unpack
 from decoupled_diloco.learner.replica import Replica, layout_of
-from decoupled_diloco.learner.static_tensors import StaticChecksums, own_statistics
+from decoupled_diloco.learner.static_tensor_changes import StaticChecksums, own_statistics
 from states import LAYOUT, STATIC
 from torch import nn
 

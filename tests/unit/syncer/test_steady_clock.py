@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from decoupled_diloco.syncer.clock import PAUSE_SECONDS, SteadyClock
+from decoupled_diloco.syncer.steady_clock import PAUSE_SECONDS, SteadyClock
 
 
 def test_time_in_which_the_syncer_was_suspended_or_had_no_broker_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
