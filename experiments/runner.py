@@ -17,10 +17,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from .methods import Cell, train
 from .suites import Suite
 
 COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "tokens_merged", "core_seconds", "text"}
+_POLL_SECONDS = 0.1
 
 
 class Results:
@@ -164,8 +166,7 @@ def run(
     results, failed = Results(folder, suite, corpus.sha256), list[str]()
     running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
 
-    def collect() -> None:
-        done = next(as_completed(running))
+    def collect(done: Future[dict[str, Any]]) -> None:
         cell, seed = running.pop(done)
         what = f"{cell.name}, seed {seed}"
         try:
@@ -180,28 +181,45 @@ def run(
         report(f"{what}: {row[f'val_{suite.part.lower()}']:.4f} nats per byte ({results.remaining(seeds)})")
 
     pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_init_worker)
-    with results.exclusive(), pool:
-        pending = list(results.missing(seeds))
+    with results.exclusive(), pool, _first_interrupt() as interrupted:
+        pending, is_reported = list(results.missing(seeds)), False
         try:
-            while pending or running:
-                while pending and len(running) < jobs and time.monotonic() < ends_at:
+            while True:
+                while pending and len(running) < jobs and time.monotonic() < ends_at and not interrupted.is_set():
                     cell, seed = pending.pop(0)
                     running[pool.submit(_train_one, cell, seed, data)] = (cell, seed)
+                if interrupted.is_set() and not is_reported:
+                    report("what is being trained is finished and kept; Ctrl-C once more drops it")
+                    is_reported = True
                 if not running:
                     break
-                collect()
-        except KeyboardInterrupt:
-            report("what is being trained is finished and kept; Ctrl-C once more drops it")
-            try:
-                while running:
-                    collect()
-            except KeyboardInterrupt:
-                _terminate(pool)
-            raise
+                for done in wait(running, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED).done:
+                    collect(done)
         except BaseException:
-            _terminate(pool)  # results that cannot be stored need not be finished
+            _terminate(pool)  # a second Ctrl-C, or results that cannot be stored
             raise
+        if interrupted.is_set():
+            raise KeyboardInterrupt
     return results, failed
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second raises KeyboardInterrupt. An exception at the first one could hit
+    the executor while it queues a cell, which it then would wait for without end.
+    """
+    event = threading.Event()
+
+    def on_interrupt(_number: int, _frame: FrameType | None) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _terminate(pool: ProcessPoolExecutor) -> None:

@@ -1,4 +1,4 @@
-"""Final results of a run: the exported model, summary.json, and warnings about learners and buffers that it does not cover."""
+"""Final results of a run: exported model, summary.json, and warnings about learners and buffers that they lack."""
 
 from __future__ import annotations
 

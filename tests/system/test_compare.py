@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from comparison_cells import OURS, PAIR, TASK, THEIRS, row
+from decoupled_diloco.experiments import runner
 from decoupled_diloco.experiments.runner import Results, run
 
 
@@ -36,6 +42,21 @@ def test_ctrl_c_keeps_what_is_being_trained(tmp_path: Path) -> None:
     assert child.returncode == 130, rest
     assert "what is being trained is finished and kept" in rest
     assert (tmp_path / "quick.jsonl").read_text().count("\n") == 1 + rest.count(" left)") >= 2
+
+
+def test_an_interrupt_while_a_cell_is_queued_keeps_that_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ProcessPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Future[Any]:
+            future = super().submit(*arguments, **more)
+            os.kill(os.getpid(), signal.SIGINT)
+            return future
+
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", Interrupted)
+    cells = tuple(replace(THEIRS, name=name, method="lone", learners=1, steps=2) for name in ("first", "second"))
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(PAIR, cells=cells, contrasts=()), tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf,
+            report=lambda _: None)  # fmt: skip
+    assert [json.loads(line)["name"] for line in (tmp_path / "pair.jsonl").read_text().splitlines()] == ["first"]
 
 
 def test_no_process_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> None:

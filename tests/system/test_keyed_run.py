@@ -73,7 +73,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_syncer_learners_and_evaluator_train_a_run_with_one_key_each(site: Site) -> None:
-    syncer = site.syncer(steps=24)
+    syncer = site.syncer("--quorum", "2", steps=24)
     shared = site.key("learner", "site")
     learners = [site.learner(name, "--key", shared) for name in ("site", "site-2")]
     evaluator = site.start(by_hand.evaluator(site.place, site.broker, "--key", site.key("observer", "eye")))

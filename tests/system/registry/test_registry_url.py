@@ -197,7 +197,7 @@ def test_a_user_who_may_not_write_is_reported(guarded: EmbeddedRedis) -> None:
 
 
 def test_the_rights_that_the_page_names_are_enough(guarded: EmbeddedRedis) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "redis.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "redis.md").read_text(encoding="utf-8")
     (rights, keys) = re.findall(r"A user needs `([^`]*)` and the keys `([^`]*)`", page)[0]
     admin: Any = redis.Redis(port=guarded.port, password=SECRET)
     admin.execute_command("ACL", "SETUSER", "clerk", "on", *rights.split(), keys, ">p")
