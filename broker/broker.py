@@ -47,7 +47,7 @@ class Broker:
         """Open all four ports and forward. Raises SettingError, with no port open, if a port is taken or a key cannot
         be read.
         """
-        address = Address(numeric(self.config.host), self.config.port)
+        address = Address(_numeric(self.config.host), self.config.port)
         ring = None if self.config.keys is None else KeyRing(self.config.keys)
         check_sockets("the broker", 10, io_threads=2, threads=4)
         self._context = zmq.Context(io_threads=2)
@@ -135,7 +135,7 @@ class Broker:
                     self._authenticator.lock(socket)
                     if kind == zmq.XPUB:
                         socket.setsockopt(zmq.XPUB_MANUAL, 1)
-                bind(socket, endpoint)
+                _bind(socket, endpoint)
         except BaseException:
             for each in made:
                 each.close(0)
@@ -153,7 +153,7 @@ class Broker:
             self._context.destroy(linger=0)  # closes sockets of a failed thread, too
 
 
-def numeric(host: str) -> str:
+def _numeric(host: str) -> str:
     """`host` as an IP address, since a broker binds to an interface and not to a name; IPv4 is preferred to IPv6."""
     try:
         found = network.getaddrinfo(host, None, type=network.SOCK_STREAM)
@@ -163,7 +163,7 @@ def numeric(host: str) -> str:
     return str(found[0][4][0])
 
 
-def bind(socket: Socket, endpoint: str) -> None:
+def _bind(socket: Socket, endpoint: str) -> None:
     """Bind `socket` to `endpoint`. Raises SettingError naming the port if that fails."""
     try:
         socket.bind(endpoint)

@@ -97,7 +97,7 @@ def preset(name: PresetName, learners: int | None) -> dict[str, Any]:
     return changes
 
 
-class FromMap:
+class _FromMap:
     """Settings that are sent as a plain map, and validated on arrival as they are on the command line."""
 
     def to_map(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class FromMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(FromMap):
+class RunSettings(_FromMap):
     """Settings of the algorithm (arXiv 2604.21428). The syncer gives the same ones to all learners of a run."""
 
     run: str = "run"
@@ -213,7 +213,7 @@ def check_schedule(sync_every: int, fragments: int, overlap: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskSettings(FromMap):
+class TaskSettings(_FromMap):
     """Settings of the built-in task: a byte-level decoder-only transformer, trained on text."""
 
     layers: int = 4

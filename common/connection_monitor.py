@@ -23,7 +23,7 @@ MECHANISM = slice(12, 32)
 ANSWER_SECONDS = 2.0
 
 
-class MechanismProbe(threading.Thread):
+class _MechanismProbe(threading.Thread):
     """Reads the security mechanism of the peer at `endpoint` (tcp://HOST:PORT) once, in a thread of its own, since
     resolving a name may take long.
     """
@@ -98,7 +98,7 @@ class ConnectionMonitor:
         self._broken_off = 0
         self._look_at = 0.0
         self._reconnect_at: float | None = None
-        self._probe: MechanismProbe | None = None
+        self._probe: _MechanismProbe | None = None
         place = f"inproc://handshakes-{next(NUMBERS)}"
         socket.monitor(place, EVENTS)
         self._events = context.socket(zmq.PAIR)
@@ -139,7 +139,7 @@ class ConnectionMonitor:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._broken_off += 1  # libzmq reconnects by itself
             if self._broken_off >= BROKEN_OFF and self._probe is None and self.refusal is None:
-                self._probe = MechanismProbe(self._endpoint)
+                self._probe = _MechanismProbe(self._endpoint)
             return
         self._broken_off, self._probe = 0, None
         if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CLOSED):  # CLOSED: no peer at the endpoint

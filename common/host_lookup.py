@@ -85,7 +85,7 @@ class Lookup:
 
 
 @functools.lru_cache(maxsize=64)
-def lookup(host: str) -> Lookup:
+def _shared_lookup(host: str) -> Lookup:
     """The Lookup of `host` that all connections of this process share."""
     return Lookup(host)
 
@@ -102,7 +102,7 @@ def _is_literal(host: str) -> bool:
 class HostWatch:
     """The host of one connection's endpoint: detects that its name cannot be resolved while the connection is down."""
 
-    def __init__(self, host: str, names: Callable[[str], Lookup] = lookup) -> None:
+    def __init__(self, host: str, names: Callable[[str], Lookup] = _shared_lookup) -> None:
         self.unresolved = ""
         """Why the name cannot be resolved, in a sentence; "" if it can, or the connection is up."""
         self._lookup = None if _is_literal(host) else names(host)

@@ -82,7 +82,7 @@ class Output(io.RawIOBase):
         return self.failure is not None and self.failure.errno == errno.EPIPE
 
 
-class EscapedText(io.TextIOWrapper):
+class _EscapedText(io.TextIOWrapper):
     """Text stream that escapes control characters, except line ends and tabs."""
 
     def write(self, text: str) -> int:
@@ -92,7 +92,7 @@ class EscapedText(io.TextIOWrapper):
 class _Unescaped:
     """The same stream without escaping, with the same buffer and order."""
 
-    def __init__(self, stream: EscapedText) -> None:
+    def __init__(self, stream: _EscapedText) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -104,7 +104,7 @@ class _Unescaped:
 
 def unescaped(stream: TextIO) -> TextIO:
     """`stream` without escaping, for a writer that moves the cursor and escapes untrusted text itself."""
-    return cast("TextIO", _Unescaped(stream)) if isinstance(stream, EscapedText) else stream
+    return cast("TextIO", _Unescaped(stream)) if isinstance(stream, _EscapedText) else stream
 
 
 def protect() -> tuple[Output, Output]:
@@ -142,7 +142,7 @@ def _text_stream(output: Output, before: TextIO | None) -> TextIO:
             before.flush()
     encoding = getattr(before, "encoding", None) or "utf-8"
     is_line_buffered = output.name == "stderr" or output.isatty()
-    return EscapedText(
+    return _EscapedText(
         io.BufferedWriter(output), encoding=encoding, errors="backslashreplace", line_buffering=is_line_buffered
     )
 

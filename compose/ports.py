@@ -31,12 +31,12 @@ def broker_port(wanted: int) -> int:
             )
         return wanted
     for first in range(DEFAULT_PORT, DEFAULT_PORT + _TRIES * BROKER_PORTS, BROKER_PORTS):
-        if not any(is_taken(port) for port in range(first, first + BROKER_PORTS)) and claim(first):
+        if not any(is_taken(port) for port in range(first, first + BROKER_PORTS)) and _claim(first):
             return first
     raise SettingError(f"no four consecutive free ports found from {DEFAULT_PORT} on; give --broker-port")
 
 
-def claim(first: int) -> bool:
+def _claim(first: int) -> bool:
     """Reserve the four ports from `first` on while this process runs; False if another `diloco up` has reserved them.
 
     A port that is free now may belong to another run that is just starting, or whose broker is being restarted. Only

@@ -166,7 +166,7 @@ def streams(cell: Cell, seed: int, corpus: Corpus, learners: int) -> list[Batche
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Trial:
     """A method's outcome."""
 
     model: nn.Module
@@ -174,7 +174,7 @@ class Trial:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
+def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> _Trial:
     """Train on the batches of all learners at every step. Late learners enlarge the batch from when they join."""
     plan = cell.cluster_plan()
     optimizer, data, tokens = make_optimizer(model), streams(cell, seed, corpus, plan.learners + plan.late), 0
@@ -185,15 +185,15 @@ def _data_parallel(cell: Cell, seed: int, corpus: Corpus, model: Transformer) ->
         rate = cell.task.inner_lr * schedule(step / cell.steps, step)
         inner_step(model, optimizer, inputs, targets, rate)
         tokens += targets.numel()
-    return Trial(model, tokens, {"virtual_seconds": cell.steps * plan.step(0.0)})
+    return _Trial(model, tokens, {"virtual_seconds": cell.steps * plan.step(0.0)})
 
 
-def _lone(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
+def _lone(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> _Trial:
     """One learner on its own batches."""
     return _data_parallel(replace(cell, learners=1), seed, corpus, model)
 
 
-def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
+def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> _Trial:
     """All learners take H steps, then merge their whole models and continue from the result; nothing overlaps."""
     variant, settings = cell.variant, replace(cell.run_settings(seed), fragments=1, overlap=1)
     state, plan = version_zero(settings, cell.task, variant.merge, model)
@@ -219,7 +219,7 @@ def _synchronous(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> T
             since = 0
     state.finalize()
     replicas[0].overwrite(fragment, state.public[0])
-    return Trial(models[0], cell.steps * cell.learners * cell.task.tokens_per_step)
+    return _Trial(models[0], cell.steps * cell.learners * cell.task.tokens_per_step)
 
 
 def _delta(public: Tensor, theta: Tensor, settings: RunSettings) -> Tensor:
@@ -227,7 +227,7 @@ def _delta(public: Tensor, theta: Tensor, settings: RunSettings) -> Tensor:
     return decode_delta(settings.codec_up, public, payload.numpy().data)
 
 
-def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Trial:
+def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> _Trial:
     """A virtual run of the production parts."""
     plan, failures, settings = cell.cluster_plan(), FailureModel(**cell.failures), cell.run_settings(seed)
     settings = replace(settings, steps=max(1, settings.steps - LEAD_STEPS))
@@ -240,7 +240,7 @@ def _decoupled(cell: Cell, seed: int, corpus: Corpus, model: Transformer) -> Tri
     figures = {name: outcome.figures[name] for name in names}
     figures["goodput"] = outcome.goodput
     figures["virtual_seconds"] = round(outcome.virtual_seconds, 3)
-    return Trial(model, outcome.figures["tokens_reported"], figures)
+    return _Trial(model, outcome.figures["tokens_reported"], figures)
 
 
 def _steps_for_equal_tokens(

@@ -38,7 +38,7 @@ COLUMNS = {"cell", "name", "seed", "val_a", "val_b", "tokens", "tokens_merged", 
 _POLL_SECONDS = 0.1
 
 
-class Results:
+class ResultsFile:
     """Results file of one suite."""
 
     def __init__(self, folder: Path, suite: Suite, text: str) -> None:
@@ -155,7 +155,7 @@ def run(
     jobs: int,
     minutes: float,
     report: Callable[[str], None],
-) -> tuple[Results, list[str]]:
+) -> tuple[ResultsFile, list[str]]:
     """Train the missing cells of the suite, `jobs` at a time, starting none after `minutes`. Running trainings finish,
     also after a first Ctrl-C. Returns the results, and the cells that could not be trained.
     """
@@ -163,7 +163,7 @@ def run(
     corpus = load_corpus(data, max(cell.task.sequence_length for cell in suite.cells))
     if not corpus.holds_out:
         raise SettingError(f"{corpus.source} is too small to hold anything out for judging; give --data more text")
-    results, failed = Results(folder, suite, corpus.sha256), list[str]()
+    results, failed = ResultsFile(folder, suite, corpus.sha256), list[str]()
     running: dict[Future[dict[str, Any]], tuple[Cell, int]] = {}
 
     def collect(done: Future[dict[str, Any]]) -> None:
@@ -254,7 +254,7 @@ def _train_one(cell: Cell, seed: int, data: Path | None) -> dict[str, Any]:
 
 
 # --- output files ---------------------------------------------------------------------------------------------
-def write(results: Results, folder: Path) -> list[Path]:
+def write(results: ResultsFile, folder: Path) -> list[Path]:
     """Write SUITE.csv, SUITE.md and SUITE.png; a suite without contrasts has no plot."""
     name = results.suite.name
     table, page, picture = (folder / f"{name}.{kind}" for kind in ("csv", "md", "png"))

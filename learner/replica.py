@@ -16,7 +16,7 @@ from ..common.errors import Malformed
 from ..common.fragments import Fragment, Plan
 from .model_layout import DTYPE_OF, Entry, inventory, layout_of
 
-__all__ = ["Replica", "anchor", "close_holes", "layout_of", "outside_inference_mode", "views"]
+__all__ = ["Replica", "anchor", "close_holes", "layout_of", "outside_inference_mode"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
+def _views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
     """The tensors of a fragment inside its flat vector, each in its own shape."""
     return [flat[slot.offset : slot.stop].view(slot.tensor.shape) for slot in fragment.slots]
 
@@ -54,7 +54,7 @@ def anchor(fragment: Fragment, public: Tensor) -> Tensor:
     if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
         return public
     out = public.clone()
-    for slot, view in zip(fragment.slots, views(fragment, out), strict=True):
+    for slot, view in zip(fragment.slots, _views(fragment, out), strict=True):
         view.copy_(view.to(DTYPE_OF[slot.tensor.dtype]))
     return out
 
@@ -111,28 +111,28 @@ class Replica:
         another thread, before reading `out`.
         """
         sources = self.sources(fragment)
-        torch._foreach_copy_(views(fragment, out), sources, non_blocking=self.on_cuda)
+        torch._foreach_copy_(_views(fragment, out), sources, non_blocking=self.on_cuda)
         return tuple(cuda_event(device) for device in {source.device for source in sources if source.is_cuda})
 
     def vector(self, fragment: Fragment) -> Tensor:
         """The fragment's current values as a new flat f32 host vector, holes zero. Waits for the device."""
         out = torch.zeros(fragment.length, dtype=torch.float32, device="cpu")
         with torch.no_grad():
-            torch._foreach_copy_(views(fragment, out), self.sources(fragment))
+            torch._foreach_copy_(_views(fragment, out), self.sources(fragment))
         return out
 
     # --- into the model ----------------------------------------------------------------------------------------------
     @torch.no_grad()
     def overwrite(self, fragment: Fragment, public: Tensor) -> None:
         """theta <- Theta, the rule of arXiv 2604.21428. `public` must not be written again."""
-        self._write(fragment, views(fragment, public))
+        self._write(fragment, _views(fragment, public))
 
     @torch.no_grad()
     def rebase(self, fragment: Fragment, public: Tensor, captured: Tensor) -> None:
         """theta <- Theta + (theta - theta at the capture): a contributor keeps its progress since."""
         values = []
         for new, old, now in zip(
-            views(fragment, public), views(fragment, captured), self.sources(fragment), strict=True
+            _views(fragment, public), _views(fragment, captured), self.sources(fragment), strict=True
         ):
             since = now.float() - old.to(now.device, non_blocking=self.on_cuda)
             values.append(since.add_(new.to(now.device, non_blocking=self.on_cuda)))
@@ -143,7 +143,7 @@ class Replica:
         """theta <- alpha theta + (1 - alpha) Theta (arXiv 2604.21428, D.1; Streaming DiLoCo's blend)."""
         values = [
             now.float() * alpha + new.to(now.device, non_blocking=self.on_cuda) * (1 - alpha)
-            for new, now in zip(views(fragment, public), self.sources(fragment), strict=True)
+            for new, now in zip(_views(fragment, public), self.sources(fragment), strict=True)
         ]
         self._write(fragment, values)
 
@@ -210,7 +210,7 @@ class Replica:
         """Write all public fragments into the parameters, not into masters: for evaluation, not for training."""
         with self._writable():
             for fragment, vector in zip(self.plan.fragments, vectors, strict=True):
-                for entry, view in zip(self.entries(fragment), views(fragment, vector), strict=True):
+                for entry, view in zip(self.entries(fragment), _views(fragment, vector), strict=True):
                     entry.tensor.copy_(view)
 
     def save(self, path: Path) -> None:

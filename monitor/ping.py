@@ -56,7 +56,7 @@ def ping(
             Plane.BULK: SubscribeSocket(context, parsed.bulk_out, hwm_messages=CONTROL_MESSAGES, key=held),
         }
         name = held.name if held is not None else f"ping-{secrets.token_hex(4)}"
-        trip = RoundTrip(up, down, run or "ping", name)
+        trip = _RoundTrip(up, down, run or "ping", name)
         try:
             if wants_beat:
                 down[Plane.CONTROL].subscribe(beat_topic(run))
@@ -71,13 +71,13 @@ def ping(
     return trip.summary()
 
 
-def _wait(trip: RoundTrip, *, wants_beat: bool, seconds: float) -> None:
+def _wait(trip: _RoundTrip, *, wants_beat: bool, seconds: float) -> None:
     until = time.monotonic() + seconds
     while trip.missing(wants_beat=wants_beat) and time.monotonic() < until:
         trip.poll()
 
 
-class RoundTrip:
+class _RoundTrip:
     """Pings on both planes, repeated on each until one has returned."""
 
     def __init__(self, up: dict[Plane, PublishSocket], down: dict[Plane, SubscribeSocket], run: str, name: str) -> None:

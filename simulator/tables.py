@@ -25,7 +25,7 @@ def outcomes(plan: GoodputPlan, found: Mapping[System, GoodputOutcome], hours: f
         for system, outcome in found.items()
     ]  # fmt: skip
     of_sites = "" if outages is None else f", {outages} outages of sites (few say little: raise --simulated-steps)"
-    return f"{plan.chips:,} chips, {hours:,.1f} hours{of_sites}\n" + table(["system", "goodput", "uptime"], rows)
+    return f"{plan.chips:,} chips, {hours:,.1f} hours{of_sites}\n" + _table(["system", "goodput", "uptime"], rows)
 
 
 def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:
@@ -41,7 +41,7 @@ def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:
     ]
     head = ["learners", *(f"{chips // 1000}k chips" for chips in CHIPS)]
     return (
-        table(head, lines)
+        _table(head, lines)
         + f"\ngoodput/uptime in %, the paper's in brackets; largest difference {100 * worst:.1f} points"
     )
 
@@ -49,7 +49,7 @@ def table_1(cells: Sequence[Mapping[str, Any]], worst: float) -> str:
 def sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [[row["parameter"], f"{row['value']:g}", f"{row['less']:.1%}", f"{row['more']:.1%}"] for row in rows]
     return (
-        table(["parameter", "value", "a fourth less", "a fourth more"], lines) + "\nmean goodput over Table 1's cells"
+        _table(["parameter", "value", "a fourth less", "a fourth more"], lines) + "\nmean goodput over Table 1's cells"
     )
 
 
@@ -59,16 +59,16 @@ def table_13(cells: Sequence[Mapping[str, Any]]) -> str:
          f"{c['gbit']:.3g}", f"{c['paper_gbit']:g}"]
         for c in cells
     ]  # fmt: skip
-    return table(["setting", "method", "sent as", "computing", "Gbit/s", "paper"], lines)
+    return _table(["setting", "method", "sent as", "computing", "Gbit/s", "paper"], lines)
 
 
 def link(model: LinkModel, published: Mapping[str, float], ours: Mapping[str, float]) -> str:
     setup = f"{model.params:.3g} parameters, {model.step_seconds:g} s a step, {model.sites} sites"
     sections = [
         f"{setup}; chips compute {model.utilization:.0%} of the time\n",
-        table(["published form", "Gbit/s"], [[name, f"{gbit:.3g}"] for name, gbit in published.items()]),
+        _table(["published form", "Gbit/s"], [[name, f"{gbit:.3g}"] for name, gbit in published.items()]),
         "",
-        table(
+        _table(
             [f"this system ({model.codec_up} up, {model.codec_down} down, H = {model.sync_every})", "Gbit/s"],
             [[name.replace("_", ", "), f"{gbit:.3g}"] for name, gbit in ours.items() if not name.startswith("bytes")],
         ),
@@ -86,8 +86,8 @@ def run(result: Mapping[str, Any]) -> str:
     learners = [[_format(row[name]) for name in names] for row in result["learners"]]
     return "\n\n".join(
         [
-            table(["figure", "value"], rows),
-            table(["learner", *(name.replace("_", " ") for name in names[1:])], learners),
+            _table(["figure", "value"], rows),
+            _table(["learner", *(name.replace("_", " ") for name in names[1:])], learners),
         ]
     )
 
@@ -107,7 +107,7 @@ def _format(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Text table with headers: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[n]) for row in [head, *rows]) for n in range(len(head))]
     return "\n".join(

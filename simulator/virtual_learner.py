@@ -61,7 +61,7 @@ class VirtualLink:
         return True
 
 
-class RetainingExchange(ModelExchange):
+class _RetainingExchange(ModelExchange):
     """Ablation: keeps a fragment's progress since its last adoption if this learner did not contribute to a merge."""
 
     def _write(self, arrival: Arrival, how: str) -> Counts | None:
@@ -73,8 +73,8 @@ class RetainingExchange(ModelExchange):
         return self.counters.accounts[fragment].since
 
 
-class RetainingSession(Session):
-    exchange_kind = RetainingExchange
+class _RetainingSession(Session):
+    exchange_kind = _RetainingExchange
 
 
 class VirtualLearner:
@@ -110,7 +110,7 @@ class VirtualLearner:
         self.plan, self.codec = joined.plan, settings.codec_up
         self.mailbox.deliver([self.arrival(fragment, joined.epoch, public) for fragment, public in pending])
         link = VirtualLink(LearnerConfig(broker="tcp://nowhere:1", name=name, tape=tape), self.me, self.mailbox)
-        kind = RetainingSession if retain_progress else Session
+        kind = _RetainingSession if retain_progress else Session
         self.session = kind(link, joined, Replica(self.model, joined.plan), self.optimizer)
         self._batches = batches(
             corpus.train, task.batch_sequences, task.sequence_length,

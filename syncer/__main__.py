@@ -59,10 +59,10 @@ def main(config: SyncerConfig) -> None:
         telemetry.registry.close()
         transport.close()
     if config.stop_redis and config.redis is not None and syncer.finished:
-        stop_redis(config.redis, log)
+        _stop_redis(config.redis, log)
 
 
-def stop_redis(url: str, log: FilteringBoundLogger) -> None:
+def _stop_redis(url: str, log: FilteringBoundLogger) -> None:
     """Shut the Redis server down after the run. A failure is only logged: the run is saved already."""
     try:
         save_and_shut_down(url)

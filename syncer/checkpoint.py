@@ -33,7 +33,7 @@ from .admission import plan_for
 from .global_model import GlobalModel, Snapshot, check_model, readable
 
 
-class OwnedDirectory:
+class _OwnedDirectory:
     """A directory with a lock (flock on DIRECTORY/lock) and a persistent epoch number (DIRECTORY/epoch)."""
 
     def __init__(self, directory: Path) -> None:
@@ -168,7 +168,7 @@ class _VersionZero:
     static: bytes
 
 
-class Checkpoints(OwnedDirectory):
+class Checkpoints(_OwnedDirectory):
     """The checkpoints of one run. Writing requires the lock, reading does not."""
 
     # --- version 0 ---------------------------------------------------------------------------------------------------

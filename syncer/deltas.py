@@ -98,7 +98,7 @@ class DeltaAssembler:
             raise Malformed("epoch", f"{delta.epoch}, now {rounds.epoch}")
         if delta.fragment >= len(rounds.versions):
             raise Malformed("fragment", f"{delta.fragment} of {len(rounds.versions)}")
-        answer = answer_of(delta)
+        answer = _answer_of(delta)
         reason = rounds.refusal(answer)
         if reason:
             raise Malformed(reason)
@@ -132,7 +132,7 @@ class DeltaAssembler:
         return replace(answer, vector=DecodedDelta(vector, length))
 
 
-def answer_of(delta: Delta) -> Answer:
+def _answer_of(delta: Delta) -> Answer:
     """What a Delta's header says, without its payload."""
     return Answer(
         who=(delta.name, delta.incarnation),

@@ -164,7 +164,7 @@ class ReplayedRounds:
             case "forget":
                 self._agree(number, "forgotten", row["learners"], [m.name for m in rounds.forget_oldest()])
             case "answer":
-                self._agree(number, "an answer's refusal", row["refused"], rounds.answer(answer_of(row, vector)))
+                self._agree(number, "an answer's refusal", row["refused"], rounds.answer(_answer_of(row, vector)))
             case "tick":
                 actions = rounds.tick(row["at"])
                 self._agree(number, "decisions", row["actions"], [_row_of(action) for action in actions])
@@ -199,5 +199,5 @@ def _report_of(run: str, row: Row) -> Alive:
     return Alive(run=run, name=row["learner"], incarnation=row["incarnation"], **{name: row[name] for name in REPORT})
 
 
-def answer_of(row: Row, vector: Any = None) -> Answer:
+def _answer_of(row: Row, vector: Any = None) -> Answer:
     return Answer(who=(row["learner"], row["incarnation"]), vector=vector, **{name: row[name] for name in ANSWER})

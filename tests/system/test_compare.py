@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from comparison_cells import OURS, PAIR, TASK, THEIRS, row
 from decoupled_diloco.experiments import runner
-from decoupled_diloco.experiments.runner import Results, run
+from decoupled_diloco.experiments.runner import ResultsFile, run
 
 
 def test_a_cell_that_cannot_be_trained_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_no_process_is_left_of_a_comparison_that_was_killed(tmp_path: Path) -> N
 
 
 def test_on_a_full_disk_a_comparison_stops_and_loses_what_it_cannot_keep_and_no_more(tmp_path: Path) -> None:
-    Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
+    ResultsFile(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
     size = (tmp_path / "pair.jsonl").stat().st_size
     code = f"""
 import resource, signal, math, sys
@@ -93,4 +93,4 @@ except DilocoError as wrong:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert "pair.jsonl cannot be written: " in done.stdout, done.stderr
     assert done.stdout.endswith("[]\n"), "nothing is said to be kept"
-    assert [r["seed"] for r in Results(tmp_path, PAIR, "text").rows] == [0]
+    assert [r["seed"] for r in ResultsFile(tmp_path, PAIR, "text").rows] == [0]

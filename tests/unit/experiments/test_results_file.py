@@ -14,7 +14,7 @@ from comparison_cells import OURS, PAIR, THEIRS, row
 from decoupled_diloco.common.errors import SettingError
 from decoupled_diloco.experiments.analysis import differences, markdown
 from decoupled_diloco.experiments.catalogue import SUITES, suite
-from decoupled_diloco.experiments.runner import Results, run, write
+from decoupled_diloco.experiments.runner import ResultsFile, run, write
 from decoupled_diloco.experiments.suites import Equal
 
 
@@ -58,7 +58,9 @@ def test_of_a_gain_that_is_not_shown_no_share_is_reported() -> None:
 
 def test_the_best_of_a_search_is_named_and_whether_the_grid_ends_there(tmp_path: Path) -> None:
     rates = [replace(OURS, name=f"lr {n}") for n in range(3)]
-    results = Results(tmp_path, replace(PAIR, cells=tuple(rates), contrasts=(), groups=[("lr 0", "lr 1", "lr 2")]), "")
+    results = ResultsFile(
+        tmp_path, replace(PAIR, cells=tuple(rates), contrasts=(), groups=[("lr 0", "lr 1", "lr 2")]), ""
+    )
     for cell, loss in zip(rates, (2.0, 1.5, 1.7), strict=True):
         results.rows.append(row(cell, 0, loss))
     assert "| lr 1 | 1.5000 | inside the grid | 1 |" in markdown(results.suite, results.rows)
@@ -86,36 +88,39 @@ def test_a_suite_that_chooses_settings_is_judged_on_part_a() -> None:
 
 
 def test_what_is_trained_already_is_not_trained_again_and_other_settings_are_other_cells(tmp_path: Path) -> None:
-    results = Results(tmp_path, PAIR, "text")
+    results = ResultsFile(tmp_path, PAIR, "text")
     results.add(row(OURS, 0, 2.0))
-    again = Results(tmp_path, PAIR, "text")
+    again = ResultsFile(tmp_path, PAIR, "text")
     assert [(cell.name, seed) for cell, seed in again.missing(2)] == [("theirs", 0), ("ours", 1), ("theirs", 1)]
-    assert len(list(Results(tmp_path, PAIR, "another text").missing(2))) == 4
+    assert len(list(ResultsFile(tmp_path, PAIR, "another text").missing(2))) == 4
     changed = replace(PAIR, cells=(replace(OURS, steps=25), THEIRS))
-    assert len(list(Results(tmp_path, changed, "text").missing(1))) == 2
+    assert len(list(ResultsFile(tmp_path, changed, "text").missing(1))) == 2
 
 
 def test_half_a_line_that_a_killed_run_left_is_taken_away_and_the_file_continues_behind_it(tmp_path: Path) -> None:
-    Results(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
+    ResultsFile(tmp_path, PAIR, "text").add(row(OURS, 0, 2.0))
     path = tmp_path / "pair.jsonl"
     path.write_bytes(path.read_bytes() + b'{"cell": "x')
-    again = Results(tmp_path, PAIR, "text")
+    again = ResultsFile(tmp_path, PAIR, "text")
     with again.exclusive():
         again.add(row(THEIRS, 0, 2.0))
-    assert [r["name"] for r in Results(tmp_path, PAIR, "text").rows] == ["ours", "theirs"]
+    assert [r["name"] for r in ResultsFile(tmp_path, PAIR, "text").rows] == ["ours", "theirs"]
 
 
 def test_a_suite_that_asks_again_takes_seeds_of_its_own(tmp_path: Path) -> None:
-    results = Results(tmp_path, PAIR, "text")
+    results = ResultsFile(tmp_path, PAIR, "text")
     for seed in range(4):
         results.add(row(OURS, seed, 2.0))
-    again = Results(tmp_path, replace(PAIR, first_seed=3), "text")
+    again = ResultsFile(tmp_path, replace(PAIR, first_seed=3), "text")
     assert [r["seed"] for r in again.rows] == [3]
     assert [(cell.name, seed) for cell, seed in again.missing(2)] == [("theirs", 3), ("ours", 4), ("theirs", 4)]
 
 
 def test_two_comparisons_do_not_write_to_one_file(tmp_path: Path) -> None:
-    with Results(tmp_path, PAIR, "text").exclusive(), pytest.raises(SettingError, match="by another comparison; wait"):
+    with (
+        ResultsFile(tmp_path, PAIR, "text").exclusive(),
+        pytest.raises(SettingError, match="by another comparison; wait"),
+    ):
         run(PAIR, tmp_path, data=None, seeds=1, jobs=1, minutes=math.inf, report=lambda _: None)
     assert (tmp_path / "pair.jsonl").read_bytes() == b""
 
@@ -131,7 +136,7 @@ def test_a_foreign_file_is_not_touched(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "pair.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(SettingError, match=r"pair\.jsonl cannot be used: it is no text; name another --out"):
-        Results(tmp_path, PAIR, "text")
+        ResultsFile(tmp_path, PAIR, "text")
 
 
 @pytest.mark.parametrize(
@@ -142,30 +147,30 @@ def test_a_file_that_is_no_text_is_one_sentence(tmp_path: Path) -> None:
 def test_a_row_that_no_comparison_wrote_is_named(tmp_path: Path, column: str, value: object) -> None:
     (tmp_path / "pair.jsonl").write_text(json.dumps(row(OURS, 0, 2.0) | {column: value}) + "\n")
     with pytest.raises(SettingError, match=r"line 1: no result of a comparison"):
-        Results(tmp_path, PAIR, "text")
+        ResultsFile(tmp_path, PAIR, "text")
 
 
 def test_a_result_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     lines = [row(OURS, 0, 2.0), row(OURS, 1, 2.1), row(OURS, 0, 3.0)]
     (tmp_path / "pair.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(r["seed"], r["val_b"]) for r in Results(tmp_path, PAIR, "text").rows] == [(0, 2.0), (1, 2.1)]
+    assert [(r["seed"], r["val_b"]) for r in ResultsFile(tmp_path, PAIR, "text").rows] == [(0, 2.0), (1, 2.1)]
 
 
 def test_what_is_no_file_is_one_sentence(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pair.jsonl")
     with pytest.raises(SettingError, match=r"pair\.jsonl is no file; name another --out"):
-        Results(tmp_path, PAIR, "text")
+        ResultsFile(tmp_path, PAIR, "text")
 
 
 @pytest.mark.parametrize("line", ["nothing", "[]", '{"cell": "x"}', "[" * 100_000])
 def test_a_file_that_holds_something_else_is_named_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "pair.jsonl").write_text(f"{line}\n")
     with pytest.raises(SettingError, match=r"pair\.jsonl, line 1: no result of a comparison"):
-        Results(tmp_path, PAIR, "text")
+        ResultsFile(tmp_path, PAIR, "text")
 
 
 def test_tables_and_pictures_are_made_from_the_results_alone(tmp_path: Path) -> None:
-    results = Results(tmp_path, PAIR, "text")
+    results = ResultsFile(tmp_path, PAIR, "text")
     for seed in range(3):
         results.add(row(OURS, seed, 2.0 + seed / 1000))
         results.add(row(THEIRS, seed, 2.0))
@@ -188,6 +193,6 @@ def test_how_much_of_a_suite_is_missing_is_above_its_table() -> None:
 
 def test_a_trend_is_drawn_as_lines(tmp_path: Path) -> None:
     trend = replace(PAIR, along="steps", contrasts=(replace(PAIR.contrasts[0], line="M = 2", at=24),))
-    results = Results(tmp_path, trend, "text")
+    results = ResultsFile(tmp_path, trend, "text")
     results.rows += [row(OURS, 0, 2.1), row(THEIRS, 0, 2.0)]
     assert write(results, tmp_path)[2].stat().st_size > 1000
