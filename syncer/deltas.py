@@ -24,7 +24,7 @@ NORM_FACTOR = 100.0
 NORM_WINDOW = 32
 NORM_AFTER = 8
 """Merged deltas before the filter judges: at the start the usual norm is unknown."""
-INSISTS_AFTER = 8
+PERSISTENT_AFTER = 8
 """Consecutive rejections of one learner at one fragment after which its norms count as persistent: more than
 twice those that lead to its reset."""
 
@@ -45,7 +45,7 @@ class NormFilter:
         self._refused: list[dict[str, tuple[int, float]]] = [{} for _ in range(fragments)]
         """For each fragment, since its last merge: learner -> (rejections, norm of the last one)."""
 
-    def absurd(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
+    def is_implausible(self, fragment: int, norm: float, steps: int, name: str, live: Collection[str]) -> bool:
         """Whether the norm of `name`'s delta over `steps` exceeds 100 times the median, among the `live` learners.
         False while the median is 0.
         """
@@ -56,13 +56,13 @@ class NormFilter:
             return False
         refused = self._refused[fragment]
         refused[name] = (refused.get(name, (0, 0.0))[0] + 1, norm)
-        insist = [last for who, (times, last) in refused.items() if who in live and times >= INSISTS_AFTER]
-        if 2 * len(insist) <= len(live):
+        persistent = [last for who, (times, last) in refused.items() if who in live and times >= PERSISTENT_AFTER]
+        if 2 * len(persistent) <= len(live):
             return True
         known.clear()
-        known.extend([median(insist)] * NORM_AFTER)
+        known.extend([median(persistent)] * NORM_AFTER)
         refused.clear()
-        return norm > NORM_FACTOR * median(insist)
+        return norm > NORM_FACTOR * median(persistent)
 
     def merged(self, fragment: int, norm: float, steps: int) -> None:
         self._norms[fragment].append(self._a_step(norm, steps))
@@ -87,8 +87,8 @@ class DecodedDelta:
 class DeltaAssembler:
     """Assembles deltas from chunks. Memory: at most one payload for each member and open call."""
 
-    def __init__(self, rounds: Rounds, state: GlobalModel, norm_filter: NormFilter) -> None:
-        self._rounds, self._state, self._norm_filter = rounds, state, norm_filter
+    def __init__(self, rounds: Rounds, model: GlobalModel, norm_filter: NormFilter) -> None:
+        self._rounds, self._model, self._norm_filter = rounds, model, norm_filter
         self._assemblies: dict[Key, tuple[tuple[int, int], Assembly]] = {}
 
     def take(self, delta: Delta) -> Answer | None:
@@ -111,8 +111,8 @@ class DeltaAssembler:
             del self._assemblies[key]
 
     def _assemble(self, delta: Delta) -> memoryview | None:
-        size = encoded_bytes(self._state.settings.codec_up, self._state.plan.fragments[delta.fragment].length)
-        if delta.size != size or delta.codec != self._state.settings.codec_up:
+        size = encoded_bytes(self._model.settings.codec_up, self._model.plan.fragments[delta.fragment].length)
+        if delta.size != size or delta.codec != self._model.settings.codec_up:
             raise Malformed("size", f"{delta.size} bytes of {delta.codec} where {size} belong")
         key, turn = ((delta.name, delta.incarnation), delta.fragment), (delta.slot, delta.attempt)
         known = self._assemblies.get(key)
@@ -124,10 +124,10 @@ class DeltaAssembler:
         return known[1].payload
 
     def _decoded(self, answer: Answer, codec: str, payload: memoryview) -> Answer:
-        vector = self._state.decode(answer.fragment, codec, payload, answer.base_version)
+        vector = self._model.decode(answer.fragment, codec, payload, answer.base_version)
         length = norm(vector)
         live = [member.name for member in self._rounds.members.live()]
-        if self._norm_filter.absurd(answer.fragment, length, answer.steps, answer.who[0], live):
+        if self._norm_filter.is_implausible(answer.fragment, length, answer.steps, answer.who[0], live):
             raise Malformed("norm", f"{length:.3g}, over 100 times as much a step as this fragment's merges have had")
         return replace(answer, vector=DecodedDelta(vector, length))
 

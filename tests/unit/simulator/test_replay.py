@@ -66,15 +66,15 @@ def test_a_tape_of_learners_who_insisted_on_their_norms_is_done_again(
 ) -> None:
     """Who was refused stands on no tape, and a replay must not refuse the one who was then taken."""
     monkeypatch.setattr(deltas, "NORM_FACTOR", 1.0)
-    monkeypatch.setattr(deltas, "INSISTS_AFTER", 2)
-    refusals, absurd = [0], deltas.NormFilter.absurd
+    monkeypatch.setattr(deltas, "PERSISTENT_AFTER", 2)
+    refusals, is_implausible = [0], deltas.NormFilter.is_implausible
 
     def counted(self: deltas.NormFilter, *given: Any) -> bool:
-        refused = absurd(self, *given)
+        refused = is_implausible(self, *given)
         refusals[0] += refused
         return refused
 
-    monkeypatch.setattr(deltas.NormFilter, "absurd", counted)
+    monkeypatch.setattr(deltas.NormFilter, "is_implausible", counted)
     told = make(tmp_path, steps=32)
     assert refusals[0] > 10
     seen = refusals[0]

@@ -114,7 +114,7 @@ def test_a_learner_that_joins_late_knows_at_once_how_far_the_run_is(tmp_path: Pa
     assert told[0] > 1, "with a network of 3 s the run itself is slow"
 
 
-def test_deltas_of_many_steps_are_not_absurd_beside_those_of_the_first() -> None:
+def test_deltas_of_many_steps_are_plausible_beside_those_of_the_first() -> None:
     """Eight learners fill what is usual with their first step or two, at the lowest learning rate."""
     chosen = RunSettings(steps=90, sync_every=72, fragments=12)
     tiny = replace(TASK, sequence_length=8, batch_sequences=1)
