@@ -154,7 +154,7 @@ def tensor_from_wire(row: object) -> TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class TensorSpan:
     """Position of one tensor in its fragment's flat vector."""
 
     tensor: TensorSpec
@@ -171,14 +171,14 @@ class Fragment:
     """One fragment of the plan: its tensors and the length of its flat vector."""
 
     index: int
-    slots: tuple[Slot, ...]
+    spans: tuple[TensorSpan, ...]
     length: int = field(default=0)
     """Elements of the flat vector, holes included; a multiple of ALIGN."""
 
     @cached_property
     def parameters(self) -> int:
         """Elements without the holes."""
-        return sum(slot.tensor.numel for slot in self.slots)
+        return sum(span.tensor.numel for span in self.spans)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """sha256 (hex) over the position of each tensor; equal digests mean equal flat vectors."""
-        rows = [[[s.tensor.name, s.offset] for s in f.slots] for f in self.fragments]
+        rows = [[[s.tensor.name, s.offset] for s in f.spans] for f in self.fragments]
         return hashlib.sha256((self.layout.fingerprint + json.dumps(rows)).encode()).hexdigest()
 
 
@@ -236,11 +236,11 @@ def balanced_plan(layout: Layout, fragments: int) -> Plan:
 
 
 def _lay_out(index: int, tensors: Sequence[TensorSpec]) -> Fragment:
-    slots, offset = [], 0
+    spans, offset = [], 0
     for tensor in tensors:
-        slots.append(Slot(tensor=tensor, offset=offset))
+        spans.append(TensorSpan(tensor=tensor, offset=offset))
         offset += math.ceil(tensor.numel / ALIGN) * ALIGN
-    return Fragment(index, tuple(slots), offset)
+    return Fragment(index, tuple(spans), offset)
 
 
 WRAPPER_NAMES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -258,5 +258,5 @@ def strip_wrappers(name: str) -> str:
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
 
 
-__all__ = ["ALIGN", "DTYPES", "SMALL_TENSOR", "WRAPPER_NAMES", "Fragment", "Layout", "Plan", "Slot", "TensorSpec",
+__all__ = ["ALIGN", "DTYPES", "SMALL_TENSOR", "WRAPPER_NAMES", "Fragment", "Layout", "Plan", "TensorSpan", "TensorSpec",
            "balanced_plan", "default_fragments", "strip_wrappers"]  # fmt: skip

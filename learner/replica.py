@@ -39,23 +39,23 @@ def outside_inference_mode(function: Callable[P, R]) -> Callable[P, R]:
 
 def _views(fragment: Fragment, flat: Tensor) -> list[Tensor]:
     """The tensors of a fragment inside its flat vector, each in its own shape."""
-    return [flat[slot.offset : slot.stop].view(slot.tensor.shape) for slot in fragment.slots]
+    return [flat[span.offset : span.stop].view(span.tensor.shape) for span in fragment.spans]
 
 
 def close_holes(fragment: Fragment, flat: Tensor) -> None:
     """Zero the gaps between the tensors of a flat vector; a reused buffer may hold any values there."""
-    ends = [slot.offset for slot in fragment.slots[1:]] + [fragment.length]
-    for slot, end in zip(fragment.slots, ends, strict=True):
-        flat[slot.stop : end].zero_()
+    ends = [span.offset for span in fragment.spans[1:]] + [fragment.length]
+    for span, end in zip(fragment.spans, ends, strict=True):
+        flat[span.stop : end].zero_()
 
 
 def anchor(fragment: Fragment, public: Tensor) -> Tensor:
     """The public vector, cast through the parameters' dtypes: what a model holds after it adopted `public`."""
-    if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
+    if all(span.tensor.dtype == "float32" for span in fragment.spans):
         return public
     out = public.clone()
-    for slot, view in zip(fragment.slots, _views(fragment, out), strict=True):
-        view.copy_(view.to(DTYPE_OF[slot.tensor.dtype]))
+    for span, view in zip(fragment.spans, _views(fragment, out), strict=True):
+        view.copy_(view.to(DTYPE_OF[span.tensor.dtype]))
     return out
 
 
@@ -84,7 +84,7 @@ class Replica:
         return list(self._entries.values())
 
     def entries(self, fragment: Fragment) -> list[Entry]:
-        return [self._entries[slot.tensor.name] for slot in fragment.slots]
+        return [self._entries[span.tensor.name] for span in fragment.spans]
 
     def source(self, name: str) -> Tensor:
         """The tensor that holds the training state of `name`: its master, if it has one."""

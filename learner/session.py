@@ -146,7 +146,7 @@ class Session:
         self._reset_at: int | None = None
         self._closed = False
         self._swapped = False
-        largest = max(joined.plan.fragments[0].slots, key=lambda slot: slot.tensor.numel).tensor.name
+        largest = max(joined.plan.fragments[0].spans, key=lambda span: span.tensor.numel).tensor.name
         adoption = AdoptionCheck(replica.source(largest))
         own = () if self._mailbox.final else own_statistics(replica)
         if own:

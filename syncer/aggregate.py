@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..common.codec import slabs
 from ..common.errors import Malformed
-from ..common.fragments import SMALL_TENSOR, Fragment, Slot
+from ..common.fragments import SMALL_TENSOR, Fragment, TensorSpan
 
 CANCELLED = 1e-6
 """If the sum of unit vectors is shorter than this share of the sum of weights, it has no meaningful direction."""
@@ -46,16 +46,16 @@ def merge(fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]
     shares = [weight / total for _, weight in present]
     dtype = torch.float64 if any(delta.dtype == torch.float64 for delta, _ in present) else torch.float32
     merged = torch.zeros(fragment.length, dtype=dtype, device=present[0][0].device)
-    for slot in fragment.slots:
-        views = [delta[slot.offset : slot.stop] for delta, _ in present]
-        _merge_tensor(slot, merged[slot.offset : slot.stop], views, shares)
+    for span in fragment.spans:
+        views = [delta[span.offset : span.stop] for delta, _ in present]
+        _merge_tensor(span, merged[span.offset : span.stop], views, shares)
     return merged
 
 
-def _merge_tensor(slot: Slot, out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
+def _merge_tensor(span: TensorSpan, out: Tensor, views: Sequence[Tensor], shares: Sequence[float]) -> None:
     if len(views) == 1:
         out.copy_(views[0])
-    elif slot.tensor.merge == "mean" or slot.tensor.numel < SMALL_TENSOR:
+    elif span.tensor.merge == "mean" or span.tensor.numel < SMALL_TENSOR:
         _combine(out, views, shares)
     else:
         _merge_directions(out, views, shares)

@@ -235,8 +235,8 @@ def check_model(plan: Plan, vectors: Sequence[Tensor], static: bytes | memoryvie
         if vector.shape != (part.length,) or vector.dtype != torch.float32:
             raise Malformed("size", f"fragment {part.index} is {vector.dtype} {list(vector.shape)}, not {part.length}")
         _check_finite(cast_through(part, vector))
-        stops = [slot.stop for slot in part.slots]
-        starts = [slot.offset for slot in part.slots[1:]] + [part.length]
+        stops = [span.stop for span in part.spans]
+        starts = [span.offset for span in part.spans[1:]] + [part.length]
         if any(vector[stop:start].any() for stop, start in zip(stops, starts, strict=True)):
             raise Malformed("holes", f"fragment {part.index} is not zero between its tensors")
 
@@ -246,12 +246,12 @@ def cast_through(fragment: Fragment, public: Tensor) -> Tensor:
 
     `public` itself if every tensor is f32.
     """
-    if all(slot.tensor.dtype == "float32" for slot in fragment.slots):
+    if all(span.tensor.dtype == "float32" for span in fragment.spans):
         return public
     rounded = public.clone()
-    for slot in fragment.slots:
-        view = rounded[slot.offset : slot.stop]
-        view.copy_(view.to(getattr(torch, slot.tensor.dtype)))
+    for span in fragment.spans:
+        view = rounded[span.offset : span.stop]
+        view.copy_(view.to(getattr(torch, span.tensor.dtype)))
     return rounded
 
 

@@ -100,9 +100,9 @@ def _names_in_file(plan: Plan, names: Sequence[str]) -> dict[str, str]:
 
 def _trained(plan: Plan, public: Sequence[Tensor]) -> dict[str, Tensor]:
     return {
-        slot.tensor.name: vector[slot.offset : slot.stop].to(_dtype(slot.tensor), copy=True).view(slot.tensor.shape)
+        span.tensor.name: vector[span.offset : span.stop].to(_dtype(span.tensor), copy=True).view(span.tensor.shape)
         for part, vector in zip(plan.fragments, public, strict=True)
-        for slot in part.slots
+        for span in part.spans
     }
 
 
@@ -119,8 +119,8 @@ def _static(plan: Plan, static: bytes) -> dict[str, Tensor]:
 
 def _flatten(part: Fragment, found: dict[str, Tensor]) -> Tensor:
     vector = torch.zeros(part.length, dtype=torch.float32, device="cpu")
-    for slot in part.slots:
-        vector[slot.offset : slot.stop] = found[slot.tensor.name].reshape(-1)
+    for span in part.spans:
+        vector[span.offset : span.stop] = found[span.tensor.name].reshape(-1)
     return vector
 
 

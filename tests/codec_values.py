@@ -56,6 +56,6 @@ def wild_blocks() -> st.SearchStrategy[Tensor]:
 
 def flat(fragment: Fragment, tensors: dict[str, Tensor]) -> Tensor:
     vector = torch.zeros(fragment.length)
-    for slot in fragment.slots:
-        vector[slot.offset : slot.stop] = tensors[slot.tensor.name].reshape(-1)
+    for span in fragment.spans:
+        vector[span.offset : span.stop] = tensors[span.tensor.name].reshape(-1)
     return vector

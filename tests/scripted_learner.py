@@ -274,6 +274,6 @@ def filled(plan: Plan, fragment: int, value: float) -> Tensor:
     """A flat vector with `value` in every parameter and zero in the holes."""
     part = plan.fragments[fragment]
     flat = torch.zeros(part.length)
-    for slot in part.slots:
-        flat[slot.offset : slot.stop] = value
+    for span in part.spans:
+        flat[span.offset : span.stop] = value
     return flat

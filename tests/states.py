@@ -40,8 +40,8 @@ def settings(**changes: Any) -> RunSettings:
 def vector(part: Fragment, generator: torch.Generator, scale: float = 1.0) -> Tensor:
     """Random flat f32 values as parameters hold them, zero in the holes."""
     flat = torch.zeros(part.length)
-    for slot in part.slots:
-        flat[slot.offset : slot.stop] = torch.randn(slot.tensor.numel, generator=generator) * scale
+    for span in part.spans:
+        flat[span.offset : span.stop] = torch.randn(span.tensor.numel, generator=generator) * scale
     return cast_through(part, flat)
 
 

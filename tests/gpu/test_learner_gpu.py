@@ -57,9 +57,9 @@ def test_an_adoption_from_pinned_memory_rounds_like_a_cpu(dtype: torch.dtype) ->
     replica.overwrite(fragment, torch.randn(fragment.length).pin_memory())
     public = torch.randn(fragment.length)
     replica.overwrite(fragment, public.pin_memory())
-    slot = fragment.slots[0]
-    expected = public[slot.offset : slot.stop].view(slot.tensor.shape).to(dtype)
-    assert torch.equal(model.get_parameter(slot.tensor.name).detach().cpu(), expected)
+    span = fragment.spans[0]
+    expected = public[span.offset : span.stop].view(span.tensor.shape).to(dtype)
+    assert torch.equal(model.get_parameter(span.tensor.name).detach().cpu(), expected)
 
 
 def test_a_loss_on_the_device_is_noticed_without_waiting_for_it() -> None:

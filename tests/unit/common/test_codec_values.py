@@ -84,8 +84,8 @@ def test_tensors_of_any_shape_come_through_and_the_holes_between_them_stay_zero(
     payload, new = encode_step(codec, public, target)
     assert torch.equal(new, apply_step(codec, public, payload))
     holes = torch.ones(len(new), dtype=torch.bool)
-    for slot in plan.fragments[0].slots:
-        holes[slot.offset : slot.stop] = False
-        back, sent = new[slot.offset : slot.stop].view(slot.tensor.shape), tensors[slot.tensor.name]
+    for span in plan.fragments[0].spans:
+        holes[span.offset : span.stop] = False
+        back, sent = new[span.offset : span.stop].view(span.tensor.shape), tensors[span.tensor.name]
         assert torch.allclose(back, sent, rtol=0, atol=float(sent.abs().max()) / 13)
     assert not new[holes].any()

@@ -114,7 +114,7 @@ def test_a_learner_that_had_no_part_in_a_merge_keeps_its_progress_where_that_is_
     trained = keeps.session._exchange.counters.accounts[0].since
     keeps.session._exchange.adopt(keeps.mailbox.boundary().arrivals, reset=False)
     after = keeps.session._exchange.replica.vector(keeps.plan.fragments[0])
-    inside = torch.cat([torch.arange(slot.offset, slot.stop) for slot in keeps.plan.fragments[0].slots])
+    inside = torch.cat([torch.arange(span.offset, span.stop) for span in keeps.plan.fragments[0].spans])
     assert torch.allclose(after[inside], (before + 1.0)[inside])
     assert keeps.session._exchange.counters.accounts[0].since == trained, "what it did counts for the next merge"
     keeps.close()

@@ -174,8 +174,8 @@ def test_holes_between_tensors_are_zero_whatever_the_buffer_held() -> None:
     replica = replica_of(Odd())
     vector, fragment = captured(replica), replica.plan.fragments[0]
     held = torch.zeros(fragment.length, dtype=torch.bool)
-    for slot in fragment.slots:
-        held[slot.offset : slot.stop] = True
+    for span in fragment.spans:
+        held[span.offset : span.stop] = True
     assert not vector[~held].any()
     assert torch.equal(vector, replica.vector(fragment))
 
@@ -228,8 +228,8 @@ def test_a_rebase_keeps_what_was_done_since_the_capture() -> None:
         model.prime.add_(0.25)
     public = torch.randn(fragment.length)
     replica.rebase(fragment, public, before)
-    slot = next(s for s in fragment.slots if s.tensor.name == "prime")
-    assert torch.allclose(model.prime.detach(), public[slot.offset : slot.stop] + 0.25, atol=1e-6)
+    span = next(s for s in fragment.spans if s.tensor.name == "prime")
+    assert torch.allclose(model.prime.detach(), public[span.offset : span.stop] + 0.25, atol=1e-6)
 
 
 def test_mixing_keeps_a_share_of_the_own_parameters() -> None:

@@ -32,17 +32,17 @@ MATRIX = fragment_of(((64, 32), "rda"))
 
 def random_delta(fragment: Fragment, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator, vector = torch.Generator().manual_seed(seed), torch.zeros(fragment.length, dtype=dtype)
-    for slot in fragment.slots:
-        vector[slot.offset : slot.stop] = torch.randn(slot.tensor.numel, generator=generator, dtype=dtype)
+    for span in fragment.spans:
+        vector[span.offset : span.stop] = torch.randn(span.tensor.numel, generator=generator, dtype=dtype)
     return vector
 
 
 def expected(fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> reference.F64:
     result = np.zeros(fragment.length)
-    for slot in fragment.slots:
-        views = [d[slot.offset : slot.stop].numpy().astype(np.float64) for d in deltas]
-        plain = slot.tensor.merge == "mean" or slot.tensor.numel < 32
-        result[slot.offset : slot.stop] = (reference.mean if plain else reference.rda)(views, weights)
+    for span in fragment.spans:
+        views = [d[span.offset : span.stop].numpy().astype(np.float64) for d in deltas]
+        plain = span.tensor.merge == "mean" or span.tensor.numel < 32
+        result[span.offset : span.stop] = (reference.mean if plain else reference.rda)(views, weights)
     return result
 
 
@@ -59,8 +59,8 @@ def test_the_merge_is_the_formula_of_the_paper_tensor_by_tensor(
     merged = merge(MIXED, deltas, weights[: len(deltas)])
     want = expected(MIXED, deltas, weights[: len(deltas)])
     assert merged.dtype == torch.float32
-    for slot in MIXED.slots:
-        part = slice(slot.offset, slot.stop)
+    for span in MIXED.spans:
+        part = slice(span.offset, span.stop)
         off = np.abs(merged[part].numpy() - want[part]).max()
         assert off <= 3e-6 * np.abs(np.stack([d[part].numpy() for d in deltas])).max()
 

@@ -136,8 +136,8 @@ def test_the_holes_between_tensors_stay_zero_whatever_a_learner_sends(generator:
             for _ in range(2):
                 state.merge(p, [state.decode(p, codec, payload, 0), delta(state, p, generator)], [1.0, 1.0])
             hole = torch.ones(part.length, dtype=torch.bool)
-            for slot in part.slots:
-                hole[slot.offset : slot.stop] = False
+            for span in part.spans:
+                hole[span.offset : span.stop] = False
             holes += int(hole.sum())
             assert not state.public[p][hole].any()
             assert not state.residual[p][hole].any()
@@ -146,7 +146,7 @@ def test_the_holes_between_tensors_stay_zero_whatever_a_learner_sends(generator:
 
 # --- what is refused, and changes nothing ----------------------------------------------------------------------------
 def test_a_merge_that_leaves_the_finite_numbers_changes_nothing(generator: torch.Generator) -> None:
-    f16 = next(p for p, part in enumerate(PLAN.fragments) if any(s.tensor.dtype == "float16" for s in part.slots))
+    f16 = next(p for p, part in enumerate(PLAN.fragments) if any(s.tensor.dtype == "float16" for s in part.spans))
     for codec in CODECS:
         for p, size in ((0, 3.3e38), (f16, 1e5)):
             state = fresh(codec_down=codec, outer_momentum=0.9, outer_lr=2.0)
@@ -154,8 +154,8 @@ def test_a_merge_that_leaves_the_finite_numbers_changes_nothing(generator: torch
             before, hash_ = state.snapshot(), state.model_hash()
             part = PLAN.fragments[p]
             huge = torch.zeros(part.length)
-            for slot in part.slots:
-                huge[slot.offset : slot.stop] = size
+            for span in part.spans:
+                huge[span.offset : span.stop] = size
             with pytest.raises(Malformed, match="nonfinite"):
                 state.merge(p, [huge], [1.0])
             after = state.snapshot()
@@ -209,14 +209,14 @@ def test_an_f32_delta_may_be_two_versions_late_and_no_more() -> None:
 )  # fmt: skip
 def test_a_version_zero_that_does_not_fit_is_malformed(fault: str, reason: str) -> None:
     bad, static = vectors(), STATIC
-    slot = next(s for part in PLAN.fragments for s in part.slots if s.tensor.dtype == "float16")
-    p = next(p for p, part in enumerate(PLAN.fragments) if slot in part.slots)
+    span = next(s for part in PLAN.fragments for s in part.spans if s.tensor.dtype == "float16")
+    p = next(p for p, part in enumerate(PLAN.fragments) if span in part.spans)
     if fault == "nan":
         bad[p][0] = float("nan")
     elif fault == "beyond f16":
-        bad[p][slot.offset] = 1e5
+        bad[p][span.offset] = 1e5
     elif fault == "hole":
-        q = next(q for q, part in enumerate(PLAN.fragments) if part.slots[-1].stop < part.length)
+        q = next(q for q, part in enumerate(PLAN.fragments) if part.spans[-1].stop < part.length)
         bad[q][-1] = 1
     elif fault == "short":
         bad[p] = bad[p][:-128]
@@ -325,9 +325,9 @@ def test_plain_torch_loads_the_exported_file_and_tied_weights_stay_tied(tmp_path
     assert model.mask.tolist() == [True, False, True]
     assert int(model.count) == 77
     for part, public in zip(PLAN.fragments, state.public, strict=True):
-        for slot in part.slots:
-            flat = expected[slot.tensor.name].float().view(-1)
-            assert torch.equal(flat, cast_through(part, public)[slot.offset : slot.stop])
+        for span in part.spans:
+            flat = expected[span.tensor.name].float().view(-1)
+            assert torch.equal(flat, cast_through(part, public)[span.offset : span.stop])
     load_model(Model(), path, strict=False)
     with safe_open(path, framework="pt") as file:
         assert json.loads(file.metadata()["tied"]) == [["embedding.weight", "head.weight"]]
@@ -361,7 +361,7 @@ def test_a_model_whose_own_modules_are_called_like_wrappers_is_read_from_any_fil
     tensors = {f"{front}{name}": torch.full((3,), float(i)) for i, name in enumerate(names)}
     save_file(tensors, tmp_path / "model.safetensors")
     (vector,), _ = read_model(plan, tmp_path / "model.safetensors")
-    assert [vector[slot.offset].item() for slot in plan.fragments[0].slots] == [0, 1, 2, 3, 4]
+    assert [vector[span.offset].item() for span in plan.fragments[0].spans] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ FRAGMENT = balanced_plan(Layout((WEIGHT, BIAS)), 1).fragments[0]
 def noise(seed: int, size: float = 1.0) -> Tensor:
     """A flat vector of the fragment, zero between its tensors."""
     vector, generator = torch.zeros(FRAGMENT.length), torch.Generator().manual_seed(seed)
-    for slot in FRAGMENT.slots:
-        vector[slot.offset : slot.stop] = torch.randn(slot.tensor.numel, generator=generator) * size
+    for span in FRAGMENT.spans:
+        vector[span.offset : span.stop] = torch.randn(span.tensor.numel, generator=generator) * size
     return vector
 
 
@@ -126,7 +126,7 @@ def test_over_many_rounds_the_steps_that_arrive_add_up_to_those_that_were_meant(
     assert float((public.double() + residual.double() - exact).abs().max()) < 1e-4
     if codec == "int4":
         assert float(drift) < float(loose) / 3
-    assert not public[FRAGMENT.slots[0].stop : FRAGMENT.slots[1].offset].any()
+    assert not public[FRAGMENT.spans[0].stop : FRAGMENT.spans[1].offset].any()
 
 
 def test_a_round_of_four_bits_both_ways_keeps_the_direction_of_the_true_one() -> None:
