@@ -68,7 +68,7 @@ def test_the_section_pasted_line_by_line_works_beside_a_second_project(build_fil
         other = second.attach("up", "--no-build", says=place / "second.txt")
         wait_for(lambda: len(project.learners()) == 2, "both learners are here", START_SECONDS)
         assert "quorum_state" in terminal.run(look)
-        assert "2 of 5" in terminal.run(status)
+        wait_for(lambda: "2 of 5" in terminal.run(status), "both have taken a step and may answer", START_SECONDS)
         terminal.run(scale)
         terminal.run(key)
         with terminal.paste(join) as far:
