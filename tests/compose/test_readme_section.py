@@ -68,7 +68,8 @@ def test_the_section_pasted_line_by_line_works_beside_a_second_project(build_fil
         other = second.attach("up", "--no-build", says=place / "second.txt")
         wait_for(lambda: len(project.learners()) == 2, "both learners are here", START_SECONDS)
         assert "quorum_state" in terminal.run(look)
-        wait_for(lambda: "2 of 5" in terminal.run(status), "both have taken a step and may answer", START_SECONDS)
+        # "quorum: 2 of 5", and once the run is called blocked: "2 of the 5 learners that --quorum asks for can answer".
+        wait_for(lambda: re.search(r"2 of (the )?5", terminal.run(status)), "both may answer", START_SECONDS)
         terminal.run(scale)
         terminal.run(key)
         with terminal.paste(join) as far:
